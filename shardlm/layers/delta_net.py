@@ -28,6 +28,9 @@ class DeltaNetConfig:
                   https://arxiv.org/abs/2411.12537)
     by_channel    decays are of each number of a key, and made, as the output's gate is, through a latent as wide as a
                   key (Kimi Linear)
+    straight      or without one, of the stream (Ling 3)
+    least         the logarithm of a decay is no less: it is least * sigmoid(rate * x) in place of -rate * softplus(x)
+                  (Ling 3); 0: the latter
     gate          what opens the output's gate
 
     Layers of Mamba 2 (layers/mamba.py) and short convolutions (layers/short_conv.py) have a configuration that is one
@@ -43,6 +46,8 @@ class DeltaNetConfig:
     beta_scale: float = 1.0
     by_channel: bool = False
     gate: Literal["silu", "sigmoid"] = "silu"
+    straight: bool = False
+    least: float = 0.0
 
     def __post_init__(self):
         names = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "conv_width")
@@ -53,6 +58,11 @@ class DeltaNetConfig:
                 "least 2, and num_heads a multiple of num_kv_heads"
             )
 
+    @property
+    def latents(self) -> bool:
+        """Whether decays and gates are made through latents."""
+        return self.by_channel and not self.straight
+
     window = None  # no keys are kept of which a token could see some
     rope = None
     softcap = 0.0
@@ -62,6 +72,8 @@ class DeltaNetConfig:
         of_keys, of_values = self.num_kv_heads * self.head_dim, self.num_heads * self.value_dim
         if not self.by_channel:
             return embed_dim * (2 * of_keys + 3 * of_values + 2 * self.num_heads)
+        if self.straight:
+            return embed_dim * ((2 + 1) * of_keys + 2 * of_values + of_values + self.num_heads)
         latents = self.head_dim * (2 * embed_dim + self.num_heads * self.head_dim + of_values)
         return embed_dim * (2 * of_keys + 2 * of_values + self.num_heads) + latents
 
@@ -74,7 +86,7 @@ class DeltaNet(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" and "wk" (D, K, H), "wv" and the output's gate "wg" (D, N, V), "wo"
     (N, V, D), "decay" and "beta" (D, N), "taps_q" and "taps_k" (K, H, W), "taps_v" (N, V, W), "decay_bias" and
     "log_rate" (N,), "out_norm" of V. By channel "wg_down" and "decay_down" (D, H) with "wg" (H, N, V) and "decay"
-    (H, N, H), and "decay_bias" (N, H)."""
+    (H, N, H), and "decay_bias" (N, H); straight "wg" (D, N, V) and "decay" (D, N, H)."""
 
     def __init__(self, config: DeltaNetConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H, V, W = embed_dim, config.num_heads, config.num_kv_heads, *_widths(config)
@@ -97,8 +109,12 @@ class DeltaNet(nnx.Module):
 
     def _make_gates(self, params: Params, D: int) -> None:
         N, (H, V, _) = self.config.num_heads, _widths(self.config)
-        if not self.config.by_channel:
-            params.projection(self, "wg", (D, N, V), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        if not self.config.latents:
+            of_heads = ("embed", "heads", "head_dim")
+            params.projection(self, "wg", (D, N, V), of_heads, normal(D**-0.5))
+            if self.config.straight:
+                params.weight(self, "decay", (D, N, H), of_heads, normal(D**-0.5))
+                params.adapter(self, "decay", (D, N, H), of_heads)
             return
         into, out_of = ("embed", "latent_whole"), ("latent", "heads", "head_dim")
         params.projection(self, "wg_down", (D, H), into, normal(D**-0.5))
@@ -161,13 +177,16 @@ class DeltaNet(nnx.Module):
             decay = project("btd,dn->btn", x, self, "decay", plain)
         beta = jax.nn.sigmoid(beta)
         beta = beta if self.config.beta_scale == 1 else beta * self.config.beta_scale
-        return -rate * jax.nn.softplus(decay.astype(jnp.float32) + bias), beta
+        decay = decay.astype(jnp.float32) + bias
+        if least := self.config.least:
+            return least * jax.nn.sigmoid(rate * decay), beta
+        return -rate * jax.nn.softplus(decay), beta
 
     def _gates(self, x: jax.Array, part: jax.Array, name: str, execution: Execution) -> jax.Array:
         """x [B, T, D], and the `part` of its sequence that a device has between blocks -> [B, T, N, V]. Where there is
         a latent, it is made of parts and gathered, which is narrower: of whole rows, which all heads' devices would
         make alike, XLA sums each gradient of the stream by itself (four all-reduces for one reduce-scatter)."""
-        if not self.config.by_channel:
+        if not self.config.latents:
             return project("btd,dnv->btnv", x, self, name, execution)
         latent = project("btd,dr->btr", part, self, f"{name}_down", execution)
         latent = jax.reshard(latent, execution.rules.act.spec("batch", "whole_seq", None))

@@ -1,7 +1,8 @@
 """Several streams in place of one, mixed around every layer (manifold-constrained hyper-connections,
 https://arxiv.org/abs/2512.24880; DeepSeek V4): a layer reads a sum of the streams, and what it makes is added to all of
 them after they are mixed by a matrix whose rows and columns sum to 1. All weights of the sums are made of the streams
-themselves, token by token, in float32.
+themselves, token by token, in float32. Without the matrix streams stay as they are but for what is added (independent
+hyper-connections, Hy4).
 
 Between blocks the streams of a token lie side by side, [B, T, S * D]."""
 
@@ -21,52 +22,62 @@ from shardlm.ops.sums_of_one import sums_of_one
 @dataclasses.dataclass(frozen=True)
 class StreamsConfig:
     """count       of streams, S in shapes
-    iterations  of the projection to matrices whose rows and columns sum to 1 (Sinkhorn and Knopp)
-    eps         beside the sums that are divided by
+    iterations  of the projection to matrices whose rows and columns sum to 1 (Sinkhorn and Knopp); 0: streams are not
+                mixed
+    eps         beside the sums that are divided by, and added to the weights of what a layer reads
     norm_eps    of the norm over all streams, which has no scale
+    magnitude   of the weights of what a layer makes, which are up to so much; without mixing `eps` is added to them too
     """
 
     count: int
     iterations: int
     eps: float
     norm_eps: float
+    magnitude: float = 2.0
 
     def __post_init__(self):
-        if min(self.count, self.iterations) < 1:
-            raise ShardlmError(f"{self.count} streams and {self.iterations} iterations: at least 1 each")
+        if self.count < 1 or self.iterations < 0:
+            raise ShardlmError(f"{self.count} streams and {self.iterations} iterations: at least 1 and 0")
 
 
 class HyperConnection(nnx.Module):
     """Around a layer; weights "fn" (S * D, (2 + S) * S), "base" ((2 + S) * S,) and "scale" (3,), of what is summed
-    before it, of what it makes, and of the mixing."""
+    before it, of what it makes, and of the mixing; without that "fn" (S * D, 2 * S), "base" (2 * S,), "scale" (2,)."""
 
     def __init__(self, config: StreamsConfig, embed_dim: int, params: Params):
         S = config.count
         self.config = config
-        self.fn = params((S * embed_dim, (2 + S) * S), ("embed", "norm"), normal((S * embed_dim) ** -0.5))
-        self.base = params(((2 + S) * S,), ("norm",), constant(0.0))
-        self.scale = params((3,), ("norm",), constant(1.0))
+        made = (2 + S) * S if config.iterations else 2 * S
+        self.fn = params((S * embed_dim, made), ("embed", "norm"), normal((S * embed_dim) ** -0.5))
+        self.base = params((made,), ("norm",), constant(0.0))
+        self.scale = params((3 if config.iterations else 2,), ("norm",), constant(1.0))
 
-    def before(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def before(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """x [B, T, S * D] -> (what the layer reads [B, T, D]; for `after`: the weights of what it makes float32 [B, T,
-        S] and the matrix float32 [B, T, S, S])."""
+        S] and, where streams are mixed, the matrix float32 [B, T, S, S])."""
         S, config = self.config.count, self.config
         made = _products(x, self, "fn", config.norm_eps, execution)
         scale, base = gathered(self, "scale", execution), gathered(self, "base", execution)
-        before, after, mix = (
+        before, after, *mix = (
             part * scale[i] + bias
             for i, (part, bias) in enumerate(
                 zip(*(jnp.split(a, [S, 2 * S], axis=-1) for a in (made, base)), strict=True)
             )
         )
-        mix = mix.reshape(*mix.shape[:2], S, S)
+        after = config.magnitude * jax.nn.sigmoid(after)
+        if not config.iterations:
+            return _summed(x, jax.nn.sigmoid(before) + config.eps), (after + config.eps,)
+        mix = mix[0].reshape(*after.shape[:2], S, S)
         spec = jax.typeof(mix).sharding.spec
         made = functools.partial(sums_of_one, iterations=config.iterations, eps=config.eps)
         mix = shard_map(made, in_specs=spec, out_specs=spec)(mix)
-        return _summed(x, jax.nn.sigmoid(before) + config.eps), (2 * jax.nn.sigmoid(after), mix)
+        return _summed(x, jax.nn.sigmoid(before) + config.eps), (after, mix)
 
-    def after(self, x: jax.Array, made: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def after(self, x: jax.Array, made: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
         """The streams x [B, T, S * D] mixed, and what the layer made [B, T, D] added to each."""
+        if len(weights) == 1:
+            added = weights[0][..., None] * made[:, :, None].astype(jnp.float32)
+            return (x.astype(jnp.float32) + added.reshape(x.shape)).astype(x.dtype)
         each, mix = (a.astype(x.dtype) for a in weights)
         S, D = each.shape[-1], made.shape[-1]
         x = x.reshape(*x.shape[:2], S, D)

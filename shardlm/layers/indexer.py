@@ -15,7 +15,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, in_use, normal, project
-from shardlm.ops.rope import Rope, rope
+from shardlm.ops.rope import Rope, rope, rope_of_tail
 from shardlm.ops.token_choice import Index
 
 
@@ -23,7 +23,7 @@ from shardlm.ops.token_choice import Index
 class IndexerConfig:
     """num_heads, head_dim  of its queries; all share one key of each token
     top_k   tokens that a query attends to, itself included; all before it where there are no more
-    rope    whose leading `dim` dimensions of a head are rotated
+    rope    whose leading `dim` dimensions of a head are rotated, or, `of_tail`, whose last ones (Hy4)
     shared  the layer has no indexer and attends to what that of the last layer before it chose
             (https://arxiv.org/abs/2603.12201)
     """
@@ -34,6 +34,7 @@ class IndexerConfig:
     rope: Rope
     norm: NormConfig = NormConfig("layer", 1e-6)
     shared: bool = False
+    of_tail: bool = False
 
     def __post_init__(self):
         if min(self.num_heads, self.head_dim, self.top_k) < 1:
@@ -73,9 +74,10 @@ class Indexer(nnx.Module):
         config, whole = self.config, execution.rules.act.spec("batch", "whole_seq", None)
         latent, x = (jax.lax.stop_gradient(a) for a in (latent, x))
         plain = dataclasses.replace(execution, matmul="dtype")
-        q = rope(project("btr,rnh->btnh", latent, self, "wq", plain), positions, config.rope)
+        turned = rope_of_tail if config.of_tail else rope
+        q = turned(project("btr,rnh->btnh", latent, self, "wq", plain), positions, config.rope)
         k = self.k_norm(project("btd,dh->bth", x, self, "wk", plain), execution)
-        k = rope(jax.reshard(k, whole)[:, :, None], positions, config.rope)[:, :, 0]
+        k = turned(jax.reshard(k, whole)[:, :, None], positions, config.rope)[:, :, 0]
         scale = (config.num_heads * config.head_dim) ** -0.5
         weights = jnp.einsum("btd,dn->btn", x, in_use(self.heads, execution), preferred_element_type=jnp.float32)
         weights = jax.reshard(weights * scale, whole)

@@ -3,6 +3,7 @@ latent is cached (https://arxiv.org/abs/2405.04434, section 2.1; https://arxiv.o
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.context import INDEX, SELECTION, Context, Pages
 from shardlm.layers.indexer import Indexer, IndexerConfig
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import Execution, Params, normal, project
+from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.rope import QueryGrowth, Rope, grown, rope
 
 
@@ -30,6 +31,9 @@ class MlaConfig:
     scale         of the scores; 0: (nope_dim + rope_dim) ** -0.5
     query_growth  of queries by their position (ops/rope.py; Mistral 4)
     indexer       chooses the tokens that a query attends to (DeepSeek V3.2); None: all before it
+    gate          each head's output is multiplied by the sigmoid of a projection of the stream, of one number a head
+                  (Ling 3) or of as many as its values have (Hy4)
+    sinks         each head has a learned score that takes weight from the tokens (Hy4; layers/attention.py)
     """
 
     num_heads: int
@@ -43,6 +47,8 @@ class MlaConfig:
     scale: float = 0.0
     query_growth: QueryGrowth | None = None
     indexer: IndexerConfig | None = None
+    gate: Literal["none", "head", "number"] = "none"
+    sinks: bool = False
 
     def __post_init__(self):
         if self.rope:
@@ -69,13 +75,18 @@ class MlaConfig:
         queries = embed_dim * Q + Q * N * self.head_dim if Q else embed_dim * N * self.head_dim
         keys_values = embed_dim * (R + self.rope_dim) + R * N * (self.nope_dim + self.value_dim)
         chosen = self.indexer.parameters_per_token(embed_dim, Q) if self.indexer else 0
-        return queries + keys_values + N * self.value_dim * embed_dim + chosen
+        return queries + keys_values + N * (self.value_dim + self.gates) * embed_dim + chosen
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a head's gate."""
+        return {"none": 0, "head": 1, "number": self.value_dim}[self.gate]
 
 
 class Mla(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H) or "wq_down" (D, Q) and "wq_up" (Q, N, H), "wkv_down"
     (D, R + rope), "wk_up" (R, N, nope), "wv_up" (R, N, value), "wo" (N, value, D), and the latents' norms; "indexer"
-    where tokens are chosen."""
+    where tokens are chosen, with a gate "wg" (D, N, value) or, of a head, (D, N, 1), with sinks "sinks" (N,)."""
 
     def __init__(self, config: MlaConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, Q, R, H = embed_dim, config.num_heads, config.q_latent_dim, config.kv_latent_dim, config.head_dim
@@ -93,6 +104,11 @@ class Mla(nnx.Module):
         params.projection(self, "wv_up", (R, N, config.value_dim), heads, normal(R**-0.5), both_ways=True)
         out_init = normal(out_scale * (N * config.value_dim) ** -0.5)
         params.projection(self, "wo", (N, config.value_dim, D), ("heads", "head_dim", "embed"), out_init, into=2)
+        if config.gates:
+            shape = (D, N, config.gates)
+            params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(D**-0.5))
+        if config.sinks:
+            self.sinks = params((N,), ("heads",), constant(0.0))
         if config.indexer and not config.indexer.shared:
             self.indexer = Indexer(config.indexer, D, Q, params)
 
@@ -110,6 +126,7 @@ class Mla(nnx.Module):
         q, q_rope, of_queries = self._queries(x, positions, execution)
         latent, k_rope = self._latents(x, positions, execution)
         attend = {"scale": config.scale or config.head_dim**-0.5, "window": 0}
+        attend |= {"sinks": in_use(self.sinks, execution)} if config.sinks else {}
         selection = ctx.selection
         if config.indexer and not config.indexer.shared:
             index = self.indexer(of_queries, x, positions, execution)
@@ -133,6 +150,8 @@ class Mla(nnx.Module):
             v = project("btr,rnh->btnh", latent, self, "wv_up", execution)
             q = jnp.concatenate([q, q_rope], axis=-1)
             out, pages = ctx.attend(q, k, v, positions, pages, layer, kv_name="kv_heads", **attend)
+        if config.gates:
+            out = out * jax.nn.sigmoid(project("btd,dnv->btnv", _whole(x, execution), self, "wg", execution))
         stream = act.spec("batch", "seq", "embed")
         return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, kept
 

@@ -161,7 +161,9 @@ class Moe(nnx.Module):
             self.router_bias = params((E,), ("router",), constant(0.0))
         if config.shared_dim:
             inside = dataclasses.replace(params, place=f"{params.place}shared.")
-            own = MlpConfig(config.shared_dim, config.activation, config.gated, limit=config.shared_limit)
+            cut = config.activation == "silu_of_cut" and not config.shared_limit
+            activation = "silu" if cut else config.activation
+            own = MlpConfig(config.shared_dim, activation, config.gated, limit=config.shared_limit)
             self.shared = Mlp(own, embed_dim, out_scale, inside)
         if config.shared_gate:
             self.shared_gate = params((D,), ("norm",), normal(D**-0.5))

@@ -75,7 +75,7 @@ class OnDevice:
             return block_choice.attend(q, pages, selection, first, self.scale, head)
         if isinstance(selection, dict):
             held = (pages["k"], pages.get("k" + SCALE))
-            return paged_choice.attend(q, *held, selection, first, self.scale, self.value_dim)
+            return paged_choice.attend(q, *held, selection, first, self.scale, self.value_dim, sinks)
         options = {"window": self.window, "softcap": self.softcap, "sinks": sinks, "value_dim": self.value_dim}
         options |= {"chosen": selection} if selection is not None else {}
         options |= {"chunk": self.chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}

@@ -26,7 +26,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     heads = options("index_n_heads", 64 if options("model_type") == "deepseek_v32" else 32)
     rope = dataclasses.replace(latent.rope, dim=latent.rope.dim or latent.rope_dim)
     own = IndexerConfig(heads, options("index_head_dim", 128), options("index_topk", 2048), rope)
-    shared = _shared(options)
+    shared = shared_layers(options)
 
     def attention(layer: int) -> MlaConfig:
         indexer = dataclasses.replace(own, shared=layer < len(shared) and shared[layer])
@@ -35,7 +35,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     return deepseek.decoder(options, attention, deepseek.experts_of(options, True, normalize=True), first=3)
 
 
-def _shared(options: Options) -> list[bool]:
+def shared_layers(options: Options) -> list[bool]:
     """Which layers attend to what the indexer of one before them chose: by `indexer_types`, by a pattern of F and S, or
     all but every `index_topk_freq`-th from some layer on (GLM-5)."""
     layers, kinds = options("num_hidden_layers"), options("layer_types", None)

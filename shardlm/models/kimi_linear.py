@@ -46,7 +46,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     def attention(layer: int) -> DeltaNetConfig | MlaConfig:
         return memory if linear_layers[layer] else latent
 
-    return deepseek.decoder(options, attention, _experts(options), first=1)
+    return deepseek.decoder(options, attention, experts_of(options), first=1)
 
 
 def _linear_layers(options: Options) -> list[bool]:
@@ -92,7 +92,7 @@ def _latent(options: Options) -> MlaConfig:
     )
 
 
-def _experts(options: Options) -> MoeConfig:
+def experts_of(options: Options, usual_groups: int = 1, usual_scale: float = 2.446) -> MoeConfig:
     """Several numbers have two names, of which the first is the published one's."""
 
     def either(first: str, second: str, usual: int) -> int:
@@ -101,7 +101,10 @@ def _experts(options: Options) -> MoeConfig:
 
     width = options("moe_intermediate_size")
     normalize = bool(either("moe_renormalize", "norm_topk_prob", True))
-    groups, scale = either("num_expert_group", "n_group", 1), float(options("routed_scaling_factor", 2.446))
+    groups, scale = (
+        either("num_expert_group", "n_group", usual_groups),
+        float(options("routed_scaling_factor", usual_scale)),
+    )
     return MoeConfig(
         num_experts=options("num_experts", 0) or options("num_local_experts"),
         top_k=options("num_experts_per_token", 0) or options("num_experts_per_tok"),

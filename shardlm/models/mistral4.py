@@ -19,10 +19,13 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = deepseek.names(config, block)
-    if not isinstance(block.mlp, MoeConfig):
-        return found
-    F, both = block.mlp.expert_dim, Tensor(f"{LAYER}mlp.experts.gate_up_proj", "E F D -> E D F")
-    return found | {
+    return found | together(block.mlp) if isinstance(block.mlp, MoeConfig) else found
+
+
+def together(mixture: MoeConfig) -> Names:
+    """Experts of a layer in two tensors."""
+    F, both = mixture.expert_dim, Tensor(f"{LAYER}mlp.experts.gate_up_proj", "E F D -> E D F")
+    return {
         "mlp.gate": dataclasses.replace(both, part=(1, 0, F, 1)),
         "mlp.up": dataclasses.replace(both, part=(1, F, 2 * F, 1)),
         "mlp.down": Tensor(f"{LAYER}mlp.experts.down_proj", "E D F -> E F D"),

@@ -221,7 +221,7 @@ class TransformerConfig:
         latents = {n for a in attentions if isinstance(a, MlaConfig) for n in (a.q_latent_dim, a.kv_latent_dim) if n}
         compressed = [a for a in attentions if isinstance(a, CompressedConfig)]
         latents |= {n for a in compressed for n in (a.q_latent_dim, a.out_latent_dim)}
-        latents |= {a.head_dim for a in attentions if isinstance(a, DeltaNetConfig) and a.by_channel}
+        latents |= {a.head_dim for a in attentions if isinstance(a, DeltaNetConfig) and a.latents}
         beside = {self.inputs.dim} if self.inputs else set()
         beside |= {n for own in self.ngrams for n in (own.width, own.dim)}
         expert = {getattr(block.mlp, "latent_dim", 0) or self.embed_dim for block in self.kinds}

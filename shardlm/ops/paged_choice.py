@@ -115,10 +115,12 @@ def attend(
     first_page: jax.Array,
     scale: float,
     value_dim: int,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """q [B, T, N, H] over the chosen tokens' latents, whose first `value_dim` numbers are values, each of them read
-    where it lies in a pool [pages, page_size, 1, H]; returns [B, T, N, value_dim]. On GPUs."""
+    where it lies in a pool [pages, page_size, 1, H]; returns [B, T, N, value_dim]. sinks [N] are ops/attention.py's. On
+    GPUs."""
     from shardlm.ops.paged_kernel import FEW_TOKENS, pallas
 
     B, T = q.shape[:2]
@@ -134,6 +136,7 @@ def attend(
         scale,
         k_scale=None if scale_pool is None else one_each(scale_pool),
         value_dim=value_dim,
+        sinks=sinks,
         alone=T <= FEW_TOKENS,
         interpret=interpret,
     )

@@ -14,8 +14,11 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
+from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
+from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.lora import LoraConfig
+from shardlm.layers.mla import MlaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.layers.short_conv import ShortConvConfig
@@ -108,7 +111,16 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
+        "streams that are not mixed": isinstance(shape.streams, StreamsConfig) and not shape.streams.iterations,
         "streams that are predicted and corrected": isinstance(shape.streams, AltUpConfig),
+        "gates or sinks of latent attention": any(
+            getattr(block.attention, "gates", 0) or getattr(block.attention, "sinks", False)
+            for block in shape.kinds
+            if isinstance(block.attention, MlaConfig)
+        ),
+        "decays by channel without a latent": any(
+            isinstance(block.attention, DeltaNetConfig) and block.attention.straight for block in shape.kinds
+        ),
         "short convolutions in place of attention": any(
             isinstance(block.attention, ShortConvConfig) for block in shape.kinds
         ),

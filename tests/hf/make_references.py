@@ -149,9 +149,15 @@ def without_sight(folder: pathlib.Path) -> None:
     (folder / "config.json").write_text(json.dumps(alone, indent=2) + "\n")
 
 
+def published_hy_v4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Networks' gates are `gate_proj`, where transformers gives them the name of attention's."""
+    return {re.sub(r"(\.mlp\..*)linear_gate", r"\1gate_proj", name): a for name, a in tensors.items()}
+
+
 # What transformers writes otherwise than checkpoints of these are published, and reads as published.
 PUBLISHED = {
     "deepseek_v4": published_deepseek_v4,
+    "hy_v4": published_hy_v4,
     "kimi_linear": published_kimi_linear,
     "olmo_hybrid": published_olmo_hybrid,
 }

@@ -1,6 +1,6 @@
 """The tiny models of the newest families, as reference_cases.py has those of others."""
 
-from reference_cases import LONG, MLA, ROUTED, WINDOWED, rope
+from reference_cases import DENSE_MLA, INDEXED, LONG, MLA, ROUTED, WINDOWED, rope
 
 # name -> (model_type, options besides SIZES)
 NEWEST = {
@@ -25,6 +25,19 @@ NEWEST = {
         | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80}
         | {"laurel_rank": 10, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.8, 0.0, 0.8, 0.0]}
         | {"intermediate_size": [48, 48, 40, 40], "final_logit_softcapping": 5.0},
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {**DENSE_MLA, "num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "head_dim": 8}
+        | {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "q_lora_rank": None}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "routed_scaling_factor": 1.5}
+        | {"num_nextn_predict_layers": 0},
+    ),
+    "hy_v4": (
+        "hy_v4",
+        {**MLA, **INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "hc_mult": 3, "swiglu_limit": 0.4}
+        | {"hc_magnitude": 1.7, "norm_topk_prob": True},
     ),
     "lfm3": (
         "lfm3",

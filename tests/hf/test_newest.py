@@ -76,6 +76,22 @@ NEWEST = {  # name -> (config.json in the words of its publishers, billions of p
                                tie_word_embeddings=True)},
         6.87,
     ),
+    "Ling 3, by the defaults of transformers": (
+        common(42, 2560, 32, 32, 6144, 157184, model_type="bailing_hybrid", head_dim=128, first_k_dense_replace=2,
+               kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+               moe_intermediate_size=768, num_experts=512, num_experts_per_token=8, num_shared_experts=1,
+               num_expert_group=8, topk_group=4, routed_scaling_factor=2.5, moe_renormalize=True, layer_group_size=6,
+               kda_safe_gate=True, kda_lower_bound=-5.0, short_conv_kernel_size=4, model_max_length=262144,
+               num_nextn_predict_layers=1, rope_theta=6_000_000.0),
+        124.41,
+    ),
+    "Hy4, by the defaults of transformers": (
+        common(34, 2816, 32, 32, 6912, 120832, model_type="hy_v4", moe_intermediate_size=768, n_routed_experts=256,
+               n_shared_experts=1, num_experts_per_tok=8, routed_scaling_factor=2.827, norm_topk_prob=True,
+               q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
+               index_topk=2048, index_head_dim=128, index_n_heads=16, hc_mult=4, hc_magnitude=2.0, swiglu_limit=10.0),
+        58.28,
+    ),
 }  # fmt: skip
 
 

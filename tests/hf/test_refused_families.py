@@ -127,6 +127,14 @@ def options_of(name: str) -> dict:
             {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}},
             "together need each number from 1 to num_hidden_layers=4 once",
         ),
+        ("bailing_hybrid", {"layer_types": ["conv"] * 3}, "it needs num_hidden_layers=3 of full_attention, linear"),
+        ("bailing_hybrid", {"attention_bias": True}, "attention_bias=True, which is not supported; supported: False"),
+        (
+            "hy_v4",
+            {"indexer_types": ["shared"] * 4},
+            "it needs num_hidden_layers=4 of full and shared, the first of th",
+        ),
+        ("hy_v4", {"n_group": 2}, "n_group=2, which is not supported; supported: 1"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "=4, which is not supported; supported: 2"),
         ("step3p5", {"attention_other_setting": {"head_dim": 4}}, "supported: other heads of queries alone"),
         (
@@ -245,6 +253,16 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
             "gemma3n",
             {},
             "no formulas for streams that are predicted and corrected, which this model has: choose a mesh",
+        ),
+        (
+            "bailing_hybrid",
+            {},
+            "no formulas for gates or sinks of latent attention and decays by channel without a latent, which",
+        ),
+        (
+            "hy_v4",
+            {},
+            "no formulas for streams that are not mixed and gates or sinks of latent attention, which",
         ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         (

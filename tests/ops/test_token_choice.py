@@ -84,6 +84,7 @@ def test_pages_choose_and_attend_as_rows_do(case, name, monkeypatch):
     B, S, N, R, V, scale = len(ends), PAGE * WIDTH, 4, 24, 18, 0.3
     q, latents = (rng.normal(size=shape).astype(np.float32) for shape in ((B, T, N, R), (B, S, 1, R)))
     whole, step = index_of(rng, B, S), index_of(rng, B, T)
+    sinks = jnp.asarray(rng.normal(size=N), jnp.float32)
     rounded = (lambda a: a) if how == "auto" else (lambda a: unpacked(*packed(a, how), jnp.float32))
     positions = np.stack([np.arange(end - T, end) for end in ends]).astype(np.int32)
     rows = np.arange(B)[:, None]
@@ -107,9 +108,9 @@ def test_pages_choose_and_attend_as_rows_do(case, name, monkeypatch):
     selection, _ = choose(held("i", whole.k[:, :, None]))
     scores = np.einsum("btns,btn->bts", np.maximum(np.einsum("btnh,bsh->btns", step.q, keys), 0), step.weights)
     chosen = best(scores, np.arange(S) <= positions[:, :, None], step.count)
-    expected = attend(q, rounded(latents), rounded(latents)[..., :V], jnp.asarray(chosen), scale)
+    expected = attend(q, rounded(latents), rounded(latents)[..., :V], jnp.asarray(chosen), scale, sinks=sinks)
     pools = held("k", latents)
-    options = {"scale": scale, "value_dim": V}
+    options = {"scale": scale, "value_dim": V, "sinks": sinks}
     if name == "blocked":
         np.testing.assert_array_equal(selection, chosen)
         run = partial(blocked, v_pool=None, page_table=where[0], positions=where[1], chosen=selection)
