@@ -177,8 +177,9 @@ def on_device(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device) if on_host(a) else a, tree)
 
 
-# The steps of a bias that decides between experts, numbers of experts, and what mixes streams (beside "..streams").
-EXACT = ("router_bias", "experts_of_token")
+# The steps of a bias that decides between experts, numbers of experts, factors on frequencies, and what mixes
+# streams (beside "..streams").
+EXACT = ("router_bias", "experts_of_token", "faster")
 
 
 def is_adapter(path: tuple) -> bool:

@@ -50,6 +50,7 @@ class Context(Protocol):
     inputs: jax.Array | None  # [L, B, T, P], what each layer takes of each token besides the stream
     selection: Selection | None  # what the last indexer chose, where layers share choices; None elsewhere
     tokens: jax.Array | None  # int32 [B, T], where layers look at the tokens themselves; None elsewhere
+    faster: jax.Array | None  # float32 [dim / 2], factors on the frequencies of rotations; None: they are not learned
     ngrams: tuple[jax.Array, ...] | None  # [B, T, E] of each layer that has n-grams (layers/ngrams.py); None elsewhere
 
     @property

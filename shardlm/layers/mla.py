@@ -14,7 +14,7 @@ from shardlm.layers.context import INDEX, SELECTION, Context, Pages
 from shardlm.layers.indexer import Indexer, IndexerConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
-from shardlm.ops.rope import QueryGrowth, Rope, grown, rope
+from shardlm.ops.rope import QueryGrowth, Rope, by_logarithm, grown, rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,8 @@ class MlaConfig:
     value_dim     of each head
     scale         of the scores; 0: (nope_dim + rope_dim) ** -0.5
     query_growth  of queries by their position (ops/rope.py; Mistral 4)
+    by_logarithm  queries grow with the logarithm of their position, as each head has learned (ops/rope.py)
+    room          numbers of a token in pages, where other layers have more than this one: zeros behind; 0: as it needs
     indexer       chooses the tokens that a query attends to (DeepSeek V3.2); None: all before it
     gate          each head's output is multiplied by the sigmoid of a projection of the stream, of one number a head
                   (Ling 3) or of as many as its values have (Hy4)
@@ -49,12 +51,16 @@ class MlaConfig:
     indexer: IndexerConfig | None = None
     gate: Literal["none", "head", "number"] = "none"
     sinks: bool = False
+    by_logarithm: bool = False
+    room: int = 0
 
     def __post_init__(self):
         if self.rope:
             self.rope.check(self.rope_dim)
-        if self.indexer and not self.q_latent_dim:
+        if self.indexer and not self.q_latent_dim and not self.indexer.of_stream:
             raise ShardlmError("an indexer reads the queries' latent; q_latent_dim=0 has none")
+        if self.room and self.room < self.kv_latent_dim + self.rope_dim:
+            raise ShardlmError(f"room={self.room} is less than {self.kv_latent_dim + self.rope_dim}, which a token has")
 
     softcap = 0.0  # scores are as they are
     window = 0  # a token sees all before it
@@ -86,7 +92,8 @@ class MlaConfig:
 class Mla(nnx.Module):
     """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H) or "wq_down" (D, Q) and "wq_up" (Q, N, H), "wkv_down"
     (D, R + rope), "wk_up" (R, N, nope), "wv_up" (R, N, value), "wo" (N, value, D), and the latents' norms; "indexer"
-    where tokens are chosen, with a gate "wg" (D, N, value) or, of a head, (D, N, 1), with sinks "sinks" (N,)."""
+    where tokens are chosen, with a gate "wg" (D, N, value) or, of a head, (D, N, 1), with sinks "sinks" (N,),
+    where queries grow with a logarithm "growth" and "start" (N,)."""
 
     def __init__(self, config: MlaConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, Q, R, H = embed_dim, config.num_heads, config.q_latent_dim, config.kv_latent_dim, config.head_dim
@@ -107,6 +114,8 @@ class Mla(nnx.Module):
         if config.gates:
             shape = (D, N, config.gates)
             params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(D**-0.5))
+        if config.by_logarithm:
+            self.growth, self.start = (params((N,), ("heads",), constant(start)) for start in (0.0, 1.0))
         if config.sinks:
             self.sinks = params((N,), ("heads",), constant(0.0))
         if config.indexer and not config.indexer.shared:
@@ -114,7 +123,8 @@ class Mla(nnx.Module):
 
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
         """Per token and layer: the latent and the shared key part, of which values are made too; the indexer's key."""
-        found = {"k": ((1, self.config.kv_latent_dim + self.config.rope_dim), "kv_heads_whole")}
+        width = self.config.room or self.config.kv_latent_dim + self.config.rope_dim
+        found = {"k": ((1, width), "kv_heads_whole")}
         if self.config.indexer:  # of layers that share a choice too: all layers of a pool have the same room
             found[INDEX] = ((1, self.config.indexer.head_dim), "kv_heads_whole")
         return found
@@ -123,13 +133,13 @@ class Mla(nnx.Module):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages,
         the choice of tokens that later layers share)."""
         config, act = self.config, execution.rules.act
-        q, q_rope, of_queries = self._queries(x, positions, execution)
-        latent, k_rope = self._latents(x, positions, execution)
+        q, q_rope, of_queries = self._queries(x, positions, ctx, execution)
+        latent, k_rope = self._latents(x, positions, ctx, execution)
         attend = {"scale": config.scale or config.head_dim**-0.5, "window": 0}
         attend |= {"sinks": in_use(self.sinks, execution)} if config.sinks else {}
         selection = ctx.selection
         if config.indexer and not config.indexer.shared:
-            index = self.indexer(of_queries, x, positions, execution)
+            index = self.indexer(of_queries, x, positions, execution, ctx.faster)
             selection, pages = ctx.select(index, positions, pages, layer)
         if config.indexer:
             attend["selection"] = selection
@@ -138,6 +148,8 @@ class Mla(nnx.Module):
             # Attention over the latents themselves: W_uk moves to the queries, W_uv to the output (section 2.1.2).
             q = jnp.concatenate([project("btnh,rnh->btnr", q, self, "wk_up", execution), q_rope], axis=-1)
             k = jnp.concatenate([latent[:, :, None], k_rope], axis=-1)  # [B, T, 1, R + rope]
+            if behind := config.room - k.shape[-1] if config.room else 0:
+                q, k = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, behind))) for a in (q, k))
             attend |= {"kv_name": "kv_heads_whole", "value_dim": config.kv_latent_dim}
             out, pages = ctx.attend(q, k, None, positions, pages, layer, **attend)
             out = project("btnr,rnh->btnh", out, self, "wv_up", execution)
@@ -155,7 +167,7 @@ class Mla(nnx.Module):
         stream = act.spec("batch", "seq", "embed")
         return project("btnv,nvd->btd", out, self, "wo", execution, stream), pages, kept
 
-    def _queries(self, x, positions, execution: Execution):
+    def _queries(self, x, positions, ctx: Context, execution: Execution):
         """(the part without position [B, T, N, nope], the rotated part [B, T, N, rope], their latent [B, T, Q])."""
         latent = None
         if self.config.q_latent_dim:
@@ -165,19 +177,21 @@ class Mla(nnx.Module):
             q = project("btd,dnh->btnh", _whole(x, execution), self, "wq", execution)
         if self.config.query_growth:
             q = grown(q, positions, self.config.query_growth)
+        if self.config.by_logarithm:
+            q = by_logarithm(q, positions, *(in_use(a, execution) for a in (self.growth, self.start)))
         q, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
-        return q, self._turned(q_rope, positions), latent
+        return q, self._turned(q_rope, positions, ctx), latent
 
-    def _latents(self, x, positions, execution: Execution):
+    def _latents(self, x, positions, ctx: Context, execution: Execution):
         """(the normalised latent [B, T, R], the rotated key part that heads share [B, T, 1, rope])."""
         R = self.config.kv_latent_dim
         both = self._down(x, "wkv_down", execution)
         latent = self.kv_norm(both[..., :R], execution)
         both = _whole(jnp.concatenate([latent, both[..., R:]], axis=-1), execution)
-        return both[..., :R], self._turned(both[:, :, None, R:], positions)
+        return both[..., :R], self._turned(both[:, :, None, R:], positions, ctx)
 
-    def _turned(self, a: jax.Array, positions: jax.Array) -> jax.Array:
-        return rope(a, positions, self.config.rope) if self.config.rope else a
+    def _turned(self, a: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
+        return rope(a, positions, self.config.rope, ctx.faster) if self.config.rope else a
 
     def _down(self, x, name: str, execution: Execution):
         """On each device's part of the sequence: the latent that is gathered afterwards is narrower than the stream."""

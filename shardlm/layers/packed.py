@@ -40,6 +40,7 @@ class Packed:
     selection: Selection | None = None
     tokens: jax.Array | None = None
     ngrams: tuple[jax.Array, ...] | None = None
+    faster: jax.Array | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":

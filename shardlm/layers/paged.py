@@ -69,6 +69,7 @@ class Paged:
     sure: jax.Array | None = None
     tokens: jax.Array | None = None
     ngrams: tuple[jax.Array, ...] | None = None
+    faster: jax.Array | None = None
 
     @classmethod
     def make(

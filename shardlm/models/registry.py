@@ -42,6 +42,7 @@ FAMILIES = {
     "sarvam_mla": "sarvam",
     "sarvam_moe": "sarvam",
     "mistral4": "mistral4",
+    "mistral_large4_text": "mistral_large4",
     "gemma": "gemma",
     "gemma2": "gemma",
     "vaultgemma": "vaultgemma",

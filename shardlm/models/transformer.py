@@ -27,7 +27,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.ngrams import TOKENS, NgramsConfig, rows_of, tables
 from shardlm.layers.norm import Norm, NormConfig
-from shardlm.layers.param import MADE_FIRST, Execution, Params, in_use, normal
+from shardlm.layers.param import MADE_FIRST, Execution, Params, constant, gathered, in_use, normal
 from shardlm.layers.stack import Segment, Stack, traced_once
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.cross_entropy import LogitsConfig, shaped
@@ -45,6 +45,8 @@ class TransformerConfig:
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
     streams        there are several streams, mixed around every layer (layers/hyper_connections.py, gated_streams.py)
                    or predicted and corrected (layers/altup.py)
+    frequencies    so many of the rotations of all layers have a learned logarithm of a factor on each; 0: they are not
+                   learned (Mistral Large 4)
     final_norm     there is a norm behind the last layer; else streams have their own
     """
 
@@ -61,6 +63,7 @@ class TransformerConfig:
     inputs: LayerInputsConfig | None = None
     streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None
     final_norm: bool = True
+    frequencies: int = 0
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}
@@ -195,6 +198,7 @@ class TransformerConfig:
             "read the keys and values of others": self.reads,
             "have inputs of their own, made of the embedding": self.inputs,
             "attend to what others chose": self.shared_choice,
+            "turn by frequencies that are learned": self.frequencies,
             "look at the tokens themselves": self.hashed or self.ngrams,
             "keep rows of several kinds in pages": self.compressed,
         }
@@ -263,7 +267,8 @@ class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
     with learned positions "positions" (P, D); norms "final_norm" and, where there is one, "embed_norm"; "mtp" where
     there are modules that predict further tokens, "layer_inputs" where layers have any, "head_streams", "head_gates"
-    or "altup_ends" where there are several streams, and "ngram_tables" of the layers that have n-grams."""
+    or "altup_ends" where there are several streams, "ngram_tables" of the layers that have n-grams, and
+    "faster" where frequencies are learned."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs | None):
         V, D = config.vocab_size, config.embed_dim
@@ -295,6 +300,8 @@ class Transformer(nnx.Module):
             self.head_streams = StreamsHead(config.streams, D, params)
         if config.ngrams:
             self.ngram_tables = tables(config.ngrams, params)
+        if config.frequencies:
+            self.faster = params((config.frequencies,), ("norm",), constant(0.0))
         if config.embed_norm:
             self.embed_norm = Norm(config.embed_norm, D, params)
         if not config.tie_embeddings:
@@ -314,6 +321,8 @@ class Transformer(nnx.Module):
             ctx = dataclasses.replace(ctx, tokens=tokens)
         if self.config.ngrams:
             ctx, pages = self._with_ngrams(tokens, positions, ctx, pages)
+        if self.config.frequencies:
+            ctx = dataclasses.replace(ctx, faster=jnp.exp(gathered(self, "faster", self.execution)))
         if self.config.inputs:
             ctx = dataclasses.replace(
                 ctx, inputs=self.layer_inputs(tokens, x[..., : self.config.embed_dim], self.execution)

@@ -123,14 +123,24 @@ def grown(q: jax.Array, positions: jax.Array, config: QueryGrowth) -> jax.Array:
     return q * factor[:, :, None, None].astype(q.dtype)
 
 
-def rope(x: jax.Array, positions: jax.Array, config: Rope) -> jax.Array:
+def by_logarithm(q: jax.Array, positions: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """Queries q [B, T, N, H] times scale * log(position + 1) + bias, of which each head has its own [N], float32: so
+    that scores over long texts stay apart (https://arxiv.org/abs/2501.19399). positions int32 [B, T]; returns q's shape
+    and dtype."""
+    factor = jnp.log((positions + 1).astype(jnp.float32))[:, :, None] * scale.astype(jnp.float32)
+    return q * (factor + bias.astype(jnp.float32))[..., None].astype(q.dtype)
+
+
+def rope(x: jax.Array, positions: jax.Array, config: Rope, faster: jax.Array | None = None) -> jax.Array:
     """Rotates the two halves of each head's rotated dimensions by position (https://arxiv.org/abs/2104.09864, eq. 34,
     in the half-split order that Llama checkpoints of Hugging Face use). Angles and products are float32.
 
-    x [B, T, N, H], positions int32 [B, T]; returns x's shape and dtype.
+    x [B, T, N, H], positions int32 [B, T]; returns x's shape and dtype. `faster` float32 [dim / 2]: factors on the
+    frequencies, where they are learned.
     """
     dim = config.dim or x.shape[-1]
     frequency = config.frequencies(x.shape[-1])
+    frequency = frequency if faster is None else frequency * faster
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, dim/2]
     sin, cos = jnp.sin(angle) * config.magnitude, jnp.cos(angle) * config.magnitude
     first, second = jnp.split(x[..., :dim].astype(jnp.float32), 2, axis=-1)

@@ -118,6 +118,7 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
             for block in shape.kinds
             if isinstance(block.attention, MlaConfig)
         ),
+        "rotations by frequencies that are learned": bool(shape.frequencies),
         "decays by channel without a latent": any(
             isinstance(block.attention, DeltaNetConfig) and block.attention.straight for block in shape.kinds
         ),

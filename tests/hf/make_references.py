@@ -36,7 +36,7 @@ def make(name: str, folder: pathlib.Path) -> None:
     config._attn_implementation = "eager"
     if model_type == "mistral4":  # which the Auto classes leave to what also sees
         model = transformers.Mistral4ForCausalLM(config)
-    elif model_type == "step3p7":  # of which transformers has no other
+    elif model_type in ("mistral_large4", "step3p7"):  # of which transformers has no other
         model = transformers.AutoModelForImageTextToText.from_config(config)
         model.alone = True
     else:
@@ -46,7 +46,7 @@ def make(name: str, folder: pathlib.Path) -> None:
     model = model.float().eval()
     with torch.no_grad():  # as published models are, not as they start: norms and biases that differ from 1 and 0
         for path, weight in [*model.named_parameters(), *model.named_buffers()]:
-            fixed = any(part in path for part in FIXED)
+            fixed = any(part in path for part in FIXED) and not path.endswith("rotary_emb.alpha")
             if weight.ndim and weight.is_floating_point() and not fixed:
                 centre, spread = (weight, 0.2) if weight.ndim == 1 else (0.0, weight.shape[-1] ** -0.5)
                 weight.copy_((centre + torch.randn_like(weight) * spread).bfloat16())
@@ -141,11 +141,13 @@ def published_olmo_hybrid(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def without_sight(folder: pathlib.Path) -> None:
-    """Step 3.7 as Step 3.5 is published: the language model alone."""
+    """Step 3.7 as Step 3.5 is published, and Mistral Large 4: the language model alone."""
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    tensors = {name: a for name, a in load_file(file).items() if not name.startswith("vi")}
+    sight = ("vi", "patch_merger", "pre_mm_projector_norm")
+    tensors = {name: a for name, a in load_file(file).items() if not name.startswith(sight)}
     save_file(tensors, str(file), metadata={"format": "pt"})
-    alone = {"architectures": ["Step3p5ForCausalLM"], **config["text_config"]}
+    named = {"mistral_large4": "MistralLarge4TextModel", "step3p7": "Step3p5ForCausalLM"}
+    alone = {"architectures": [named[config["model_type"]]], **config["text_config"]}
     (folder / "config.json").write_text(json.dumps(alone, indent=2) + "\n")
 
 

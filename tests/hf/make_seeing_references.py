@@ -11,6 +11,7 @@ import sys
 import torch
 import transformers
 from make_references import LENGTH, ROWS, saved
+from newest_cases import MISTRAL_LARGE4
 from reference_cases import DENSE_MLA, GEMMA4, HYBRID, MOE, SIZES, STEP, STEP_VISION, YARN
 from safetensors.torch import save_file
 
@@ -61,6 +62,12 @@ CASES = {
         {"tie_word_embeddings": False},
     ),
     "mistral3": ({**TEXT, **GROWING}, TOWER, {"tie_word_embeddings": False}),
+    "mistral_large4": (
+        {**MISTRAL_LARGE4, "num_hidden_layers": 2, "no_rope_layers": [1, 0], "kv_source_layers": [0, 1]}
+        | {"indexer_types": ["full", "full"], "index_topk": 64},
+        {**TOWER, "model_type": "pixtral"},
+        {"tie_word_embeddings": False},
+    ),
     "qwen2_vl": (QWEN2, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2}, {}),
     "qwen2_5_vl": (QWEN2, {**QWEN, "fullatt_block_indexes": [0]}, {"tie_word_embeddings": True}),
     "qwen3_5": (LINEAR, QWEN5, {}),

@@ -1,7 +1,18 @@
 """The tiny models of the newest families, as reference_cases.py has those of others."""
 
-from reference_cases import DENSE_MLA, INDEXED, LONG, MLA, ROUTED, WINDOWED, rope
+from reference_cases import DENSE_MLA, INDEXED, LONG, MLA, ROUTED, SIZES, WINDOWED, YARN, rope
 
+MISTRAL_LARGE4 = {
+    **{name: value for name, value in {**SIZES, **MLA, **INDEXED}.items() if name != "q_lora_rank"},
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 0, 1, 0],
+    "indexer_types": ["full", "full", "shared", "full"],
+    "index_n_heads": 14,  # fewer give scores of 0, which are alike
+    "qk_nope_head_dim": 6,
+    "kv_source_layers": [0, 1, 2, 3],
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {**YARN, "attention_factor": 1.0},
+}
 # name -> (model_type, options besides SIZES)
 NEWEST = {
     "iquestcoder": ("iquestcoder", {"head_dim": 12}),
@@ -13,7 +24,6 @@ NEWEST = {
     "vaultgemma": ("vaultgemma", {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 10}),
     "sarvam_moe": ("sarvam_moe", {**ROUTED, "head_dim": 12, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
     "sarvam_mla": ("sarvam_mla", {**MLA, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
-    "axk1": ("axk1", {**MLA, "n_group": 4, "topk_group": 2}),
     "mellum": (
         "mellum",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -38,6 +48,14 @@ NEWEST = {
         {**MLA, **INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
         | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "hc_mult": 3, "swiglu_limit": 0.4}
         | {"hc_magnitude": 1.7, "norm_topk_prob": True},
+    ),
+    "mistral_large4": (
+        "mistral_large4",  # without its sight, make_references.py
+        {"text_config": MISTRAL_LARGE4, "tie_word_embeddings": False}
+        | {
+            "vision_config": {"model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "image_size": 8}
+            | {"intermediate_size": 16, "num_attention_heads": 2, "patch_size": 2, "head_dim": 8}
+        },
     ),
     "lfm3": (
         "lfm3",

@@ -54,6 +54,7 @@ COSTLY = {  # 16 to 46 s of a core
     "gemma4",  # layers that read others' keys and values
     "bailing_hybrid",  # decays of each number of a key, made of the stream
     "hy_v4",  # gates and sinks of latent attention, streams that are not mixed
+    "mistral_large4",  # frequencies that are learned
     "glm_moe_dsa",  # queries that attend to chosen tokens
     "deepseek_v4",  # entries of several tokens
     "qwen4_exp",  # rows of n-grams, streams, chosen blocks

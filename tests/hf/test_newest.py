@@ -92,6 +92,18 @@ NEWEST = {  # name -> (config.json in the words of its publishers, billions of p
                index_topk=2048, index_head_dim=128, index_n_heads=16, hc_mult=4, hc_magnitude=2.0, swiglu_limit=10.0),
         58.28,
     ),
+    "Mistral Large 4, text, by the defaults of transformers": (
+        {"model_type": "mistral_large4", "vision_config": {"model_type": "pixtral"}, "tie_word_embeddings": False,
+         "text_config": common(72, 6144, 64, 64, 24576, 204800, model_type="mistral_large4_text", kv_lora_rank=512,
+                               moe_intermediate_size=6144, n_routed_experts=128, n_shared_experts=1,
+                               num_experts_per_tok=4, first_k_dense_replace=1, routed_scaling_factor=1.0, n_group=1,
+                               topk_group=1, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128, index_topk=2048,
+                               index_head_dim=128, index_n_heads=32, final_logit_softcapping=30.0, attention_bias=False,
+                               rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0,
+                               "factor": 2048.0, "original_max_position_embeddings": 512, "beta_fast": 32.0,
+                               "beta_slow": 1.0, "attention_factor": 1.0})},
+        1_050,
+    ),
 }  # fmt: skip
 
 

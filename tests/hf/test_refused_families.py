@@ -134,6 +134,12 @@ def options_of(name: str) -> dict:
             {"indexer_types": ["shared"] * 4},
             "it needs num_hidden_layers=4 of full and shared, the first of th",
         ),
+        ("mistral_large4", {"kv_source_layers": [0, 0, 2, 2]}, r"supported: None, \[0, 1, 2, 3\]"),
+        (
+            "mistral_large4",
+            {"no_rope_layers": [1]},
+            r"no_rope_layers=\[1\]; it needs num_hidden_layers=4 of 0, 1, or",
+        ),
         ("hy_v4", {"n_group": 2}, "n_group=2, which is not supported; supported: 1"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "=4, which is not supported; supported: 2"),
         ("step3p5", {"attention_other_setting": {"head_dim": 4}}, "supported: other heads of queries alone"),
@@ -264,6 +270,11 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
             {},
             "no formulas for streams that are not mixed and gates or sinks of latent attention, which",
         ),
+        (
+            "mistral_large4",
+            {},
+            "no formulas for rotations by frequencies that are learned, which this model has: choose",
+        ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         (
             "qwen4_exp",
@@ -287,6 +298,12 @@ def test_what_is_not_planned_is_refused_by_name(name, changes, message):
     config = RunConfig(model=Pretrained(str(REFERENCES / name)), train=train, mesh=MeshSpec(data=1))
     with pytest.raises(ShardlmError, match=message):
         Sketch.of(dataclasses.replace(config, **changes), GPUS["h100"])
+
+
+def test_frequencies_that_are_learned_stay_in_one_stage():
+    config = registry.transformer(options_of("mistral_large4") | {"indexer_types": ["full"] * 4})
+    with pytest.raises(ShardlmError, match="pipeline=2: layers of the model turn by frequencies that are learned, wh"):
+        config.check_stages(2)
 
 
 def test_chunks_that_no_row_exceeds_are_planned():

@@ -24,6 +24,7 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
     ("deepseek_v32", ONE),
     ("deepseek_v4", TENSOR),
     ("hy_v4", TENSOR),
+    ("mistral_large4", DATA),
     ("qwen3_moe", EXPERT),
     ("gpt_oss", DATA),
     ("gemma4", TENSOR),
@@ -38,7 +39,8 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
 MEMORIES = ["bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
 MEMORIES += ["bamba", "granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
 MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe", "lfm3"]
-ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "hy_v4", "qwen3_moe", "qwen4_exp", "gpt_oss")
+ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_large4")
+ROUTED += ("qwen3_moe", "qwen4_exp", "gpt_oss")
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -52,13 +54,9 @@ MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, 
 MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
-REST = [
-    case
-    for case in REST
-    if case not in SAMPLE
-    and case not in [(name, PIPELINE) for name in ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "qwen4_exp")]
-]  # which stages refuse
-COSTLY = ("deepseek_v32", "deepseek_v4", "hy_v4", "gemma3n", "gemma4", "qwen4_exp")  # 6 to 18 s of a core
+UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse
+REST = [case for case in REST if case not in SAMPLE and case not in [(name, PIPELINE) for name in UNSTAGED]]
+COSTLY = ("deepseek_v32", *UNSTAGED)  # 6 to 18 s of a core
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
 CLOSE = 1e-4  # float32 sums in another order, as in test_families.py
 
