@@ -18,10 +18,12 @@ from shardlm.generate import make_pages
 from shardlm.hlo.kernels import kernel
 from shardlm.hlo.text import parse
 from shardlm.layers.context import MEMORIES
+from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.page_layout import PageLayout, layout_of, layout_of_rows
 from shardlm.layers.param import Execution
+from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.deepseek import DeepseekConfig
@@ -250,6 +252,33 @@ class Choosing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gated(Choosing):
+    """The same with gates and sinks, around streams that are not mixed, as Hy4 has it."""
+
+    def transformer(self):
+        plain = super().transformer().segments[0].pattern[0]
+        attention = dataclasses.replace(plain.attention, gate="number", sinks=True)
+        streams = StreamsConfig(4, 0, 1e-6, 1e-6)
+        block = dataclasses.replace(plain, attention=attention, streams=streams)
+        segments = (Segment((block,), self.num_layers),)
+        return dataclasses.replace(super().transformer(), segments=segments, streams=streams)
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing(Choosing):
+    """As Mistral Large 4 has it: queries that grow, learned frequencies, and a layer without a rotation."""
+
+    def transformer(self):
+        return registry.transformer(
+            {"model_type": "mistral_large4_text", "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512}
+            | {"num_hidden_layers": self.num_layers, "first_k_dense_replace": self.num_layers, "hidden_act": "silu"}
+            | {"num_attention_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "no_rope_layers": [1, 0]}
+            | {"qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-5, "n_routed_experts": 8}
+            | {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Entries:
     """DeepSeek V4's layers, one of each kind, with entries of 4 and of 64 tokens."""
 
@@ -273,6 +302,8 @@ class Entries:
         (LATENT, "h100", 1, "auto"),
         (LATENT, "a100", 4, "fp8"),
         (Choosing(), "h100", 4, "int8"),
+        (Gated(), "h100", 4, "fp8"),
+        (Growing(), "h100", 4, "auto"),
     ],
 )
 def test_pages_are_read_where_they_lie(config, gpu, tensor, kv_cache):
