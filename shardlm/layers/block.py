@@ -33,6 +33,7 @@ class BlockConfig:
                https://arxiv.org/abs/2501.00656, section 2.1), or both (Gemma 2, https://arxiv.org/abs/2408.00118);
                none where streams have their own
     parallel   both layers read the stream after the same norm, and are added together (GPT-J; Cohere)
+    norms_apart  then, each after a norm of its own (GPT-NeoX)
     residual_scale  factor on what is added to the stream (Granite)
     inputs     what the layer takes of each token besides the stream (layers/layer_inputs.py), added after its MLP
     out_scale  the stream is multiplied by a number that the checkpoint has, and that is not trained (Gemma 4)
@@ -47,11 +48,17 @@ class BlockConfig:
     norms: Literal["pre", "post", "both", "none"] = "pre"
     residual_scale: float = 1.0
     parallel: bool = False
+    norms_apart: bool = False
     inputs: LayerInputsConfig | None = None
     out_scale: bool = False
     streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None
     ngrams: NgramsConfig | None = None
     memory: MambaConfig | None = None
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether both layers read the stream after the same norm."""
+        return self.parallel and not self.norms_apart
 
     @property
     def mixers(self) -> tuple[AttentionConfig | MlaConfig | DeltaNetConfig | CompressedConfig, ...]:
@@ -83,7 +90,7 @@ class Block(nnx.Module):
         attention = attention[type(config.attention)]
         feed_forward = Moe if isinstance(config.mlp, MoeConfig) else Mlp
         for name in ("attention", "mlp") if config.mlp.there else ("attention",):
-            if config.norms in ("pre", "both") and not (config.parallel and name == "mlp"):
+            if config.norms in ("pre", "both") and not (config.shares_norm and name == "mlp"):
                 setattr(self, f"{name}_norm", Norm(norm, embed_dim, params))
             if name == "attention":
                 self.attention = attention(config.attention, embed_dim, out_scale, params)
@@ -126,11 +133,11 @@ class Block(nnx.Module):
         if self.config.memory:
             remembered, pages, _ = self.memory(taken(first), positions, ctx, pages, layer, execution)
             h = h + remembered
-        x = x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
+        stream, x = x, x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
         aux = {}
         if self.config.mlp.there:
-            if not self.config.parallel:
-                first = self.before(x, "mlp", execution)
+            if not self.config.shares_norm:
+                first = self.before(stream if self.config.parallel else x, "mlp", execution)
             h, aux = self.mlp(first if _takes_late(self.mlp) else taken(first), ctx, execution, x)
             x = x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out")
         if self.config.inputs:

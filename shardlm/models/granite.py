@@ -1,6 +1,7 @@
 """Granite 3 (https://github.com/ibm-granite/granite-3.0-language-models): Llama's decoder with factors on embedding,
 residuals, scores and logits; dense, or a mixture of experts in every layer, with a shared one beside them in some.
-Granite SWA: sinks, sliding windows in three of four layers, and a rotation of each layer's own, or none."""
+Granite SWA: sinks, sliding windows in three of four layers, and a rotation of each layer's own, or none.
+HyperCLOVA X (https://huggingface.co/naver-hyperclovax/HyperCLOVAX-SEED-Think-14B): norms behind layers too."""
 
 import dataclasses
 
@@ -18,21 +19,23 @@ MIXTURES = ("granitemoe", "granitemoeshared", "granitemoe_swa")
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` granite, granite_swa and those of MIXTURES."""
+    """`model_type` granite, granite_swa, hyperclovax and those of MIXTURES."""
     kind = options("model_type")
-    usual = hf_decoder.attention(options, length, scale=float(options("attention_multiplier", 1.0)))
-    scale = float(options("residual_multiplier", 1.0))
+    own = 0.0 if kind == "hyperclovax" else 1.0  # of what is not said; 0: as usual
+    usual = hf_decoder.attention(options, length, scale=float(options("attention_multiplier", own)))
+    scale, factor = float(options("residual_multiplier", 1.0)), options("logits_scaling", 1.0)
+    norms = "both" if kind == "hyperclovax" and options("use_post_norm", True) else "pre"
     feed_forward = experts_of(options) if kind in MIXTURES else hf_decoder.mlp(options)
     attentions = [usual] * options("num_hidden_layers")
     if kind.endswith("_swa"):
         attentions = _of_each(options, dataclasses.replace(usual, sinks=True))
     return hf_decoder.decoder(
         options,
-        lambda layer: BlockConfig(attentions[layer], feed_forward, residual_scale=scale),
+        lambda layer: BlockConfig(attentions[layer], feed_forward, norms, scale),
         hf_decoder.rms(options),
         tied=kind == "granite_swa",
         embed_scale=float(options("embedding_multiplier", 1.0)),
-        logits=LogitsConfig(scale=1 / options("logits_scaling", 1.0)),
+        logits=LogitsConfig(scale=factor if kind == "hyperclovax" else 1 / factor),
     )
 
 
@@ -49,7 +52,9 @@ def _of_each(options: Options, usual: AttentionConfig) -> list[AttentionConfig]:
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
-    found = standard() | {"attention.sinks": Tensor(f"{LAYER}self_attn.sinks")}
+    found = standard(attention_post_norm="post_norm1", mlp_post_norm="post_norm2") | {
+        "attention.sinks": Tensor(f"{LAYER}self_attn.sinks")
+    }
     if isinstance(block.mlp, MoeConfig):
         published = not block.attention.sinks  # all experts of a layer in two tensors, gate before up
         found |= experts_names(block.mlp, published) | shared_names(block.mlp.shared_dim)

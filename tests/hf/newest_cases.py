@@ -57,6 +57,15 @@ NEWEST = {
             | {"intermediate_size": 16, "num_attention_heads": 2, "patch_size": 2, "head_dim": 8}
         },
     ),
+    "gpt_neox": (
+        "gpt_neox",
+        {"rms_norm_eps": None, "num_key_value_heads": None, **rope("default", partial_rotary_factor=0.5)},
+    ),
+    "jais2": ("jais2", {"rms_norm_eps": None}),
+    "hyperclovax": (
+        "hyperclovax",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 0.5},
+    ),
     "lfm3": (
         "lfm3",
         {"rms_norm_eps": 1e-4, "head_dim": 12, "sliding_window": 6, "conv_L_cache": 5, "num_hidden_layers": 4}

@@ -27,7 +27,7 @@ NAMES = sorted(path.name for path in REFERENCES.iterdir())
 # cached), and those of the costly ones (5 to 20 s).
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma glm glm4_moe glm4_moe_lite granite_swa"
 ALIKE += " granitemoe granitemoe_swa granitemoeshared helium hunyuan_moe hy_v3 internlm3 llama_dynamic minimax_m2 olmo3"
-ALIKE += " cwm iquestcoder lfm3 mellum ministral sarvam_mla sarvam_moe vaultgemma"
+ALIKE += " hyperclovax jais2 cwm iquestcoder lfm3 mellum ministral sarvam_mla sarvam_moe vaultgemma"
 ALIKE = (ALIKE + " olmoe qwen2_moe seed_oss solar_open starcoder2 youtu").split()
 COSTLY = ["bailing_hybrid", "deepseek_v4", "gemma3n", "glm_moe_dsa", "hy_v4", "kimi_linear", "mistral_large4"]
 COSTLY += ["qwen3_5_moe", "qwen4_exp"]

@@ -104,6 +104,23 @@ NEWEST = {  # name -> (config.json in the words of its publishers, billions of p
                                "beta_slow": 1.0, "attention_factor": 1.0})},
         1_050,
     ),
+    "Pythia 1.4B": (
+        common(24, 2048, 16, None, 8192, 50304, model_type="gpt_neox", hidden_act="gelu", layer_norm_eps=1e-5,
+               rms_norm_eps=None, rotary_emb_base=10000, rotary_pct=0.25, rope_theta=None, use_parallel_residual=True,
+               max_position_embeddings=2048),
+        1.415,
+    ),
+    "HyperCLOVA X SEED Think 14B": (
+        common(38, 6144, 48, 8, 14336, 110592, model_type="hyperclovax", head_dim=128, use_post_norm=True,
+               embedding_multiplier=10.0, attention_multiplier=0.0078125, residual_multiplier=1.0, logits_scaling=0.125,
+               attention_bias=False, mlp_bias=False, pretraining_tp=1, rope_theta=100_000_000),
+        14.75,
+    ),
+    "Jais 2 8B": (
+        common(32, 3328, 26, 26, 26624, 150272, model_type="jais2", hidden_act="relu2", layer_norm_eps=1e-5,
+               rms_norm_eps=None, head_dim=128, attention_bias=True, mlp_bias=True),
+        8.09,
+    ),
 }  # fmt: skip
 
 

@@ -342,6 +342,7 @@ def test_newer_published_options_give_about_the_stated_size(name):
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 FORMS = {  # a reference -> its options of a rotation in the older form
+    "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5},
     "glm4_moe": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "minimax_m2": {"rope_theta": 5000000.0, "rotary_dim": 6},
     "olmo3": {"rope_theta": 10000.0, "rope_scaling": ROPE, "layer_types": None},

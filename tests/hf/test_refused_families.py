@@ -134,6 +134,7 @@ def options_of(name: str) -> dict:
             {"indexer_types": ["shared"] * 4},
             "it needs num_hidden_layers=4 of full and shared, the first of th",
         ),
+        ("gpt_neox", {"hidden_act": "gelu_fast"}, "hidden_act='gelu_fast'; supported: silu"),
         ("mistral_large4", {"kv_source_layers": [0, 0, 2, 2]}, r"supported: None, \[0, 1, 2, 3\]"),
         (
             "mistral_large4",

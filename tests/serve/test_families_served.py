@@ -47,7 +47,7 @@ ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe min
 ALSO = "exaone_moe flex_olmo glm4_moe_lite hy_v3 nemotron solar_open starcoder2 youtu"
 # And of these: norms, factors and activations apart, which are the same in scoring.
 FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium hunyuan_moe internlm3 nanochat olmo"
-FURTHER += " cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma"
+FURTHER += " hyperclovax jais2 cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma"
 LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
