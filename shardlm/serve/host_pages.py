@@ -1,8 +1,9 @@
-"""Pages whose keys and values lie in the host's memory: where the prefix cache goes on when the devices' is full. A page
-that is about to be given on is saved there first, together with those that come next, as one bundle; a text that begins
-as one before did has such pages brought back, which takes a tenth of the time it takes to compute them: 8B keeps 128 KiB
-of a token, 2.6 us of 50 GB/s (counted). Owns which bundle has which pages, and what is to be moved in which order; what
-is moved is the runner's (host_copies.py). No jax.
+"""Pages whose keys and values lie in the host's memory: where the prefix cache goes on when the devices' is full. A
+page that is about to be given on is saved there first, together with those that come next, as one bundle; a text that
+begins as one before did has such pages brought back. Owns which bundle has which pages, and what is to be moved in
+which order; what is moved is the runner's (host_copies.py). No jax.
+
+8B keeps 128 KiB of a token, 2.6 us of the 50 GB/s of PCIe 5; computing it anew takes about 23 us on an H200 (counted).
 """
 
 import collections
@@ -51,8 +52,8 @@ class HostPages:
         return list(itertools.islice(((page, key) for page, key in pages if key not in self._places), BUNDLE))
 
     def save(self, pages: Sequence[tuple[int, Key]]) -> None:
-        """Pages of the devices, BUNDLE at most and none of them here: into the bundle that was used longest ago. Nothing
-        is saved where all are held."""
+        """Pages of the devices, BUNDLE at most and none of them here: into the bundle that was used longest ago.
+        Nothing is saved where all are held."""
         if (bundle := self._room()) is None:
             return
         self._keys[bundle] = [key for _, key in pages]

@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ShardlmError, match=named):
             EngineConfig(**options)
     assert pool_size.bundles_of([2**20, 2**20], 1) == 32
-    with pytest.raises(ShardlmError, match="0.02 GiB .* no bundle of 16 pages, 0.03125 GiB"):
+    with pytest.raises(ShardlmError, match=r"0\.02 GiB .* no bundle of 16 pages, 0\.03125 GiB"):
         pool_size.bundles_of([2**20, 2**20], 0.02)
-    with pytest.raises(ShardlmError, match="kv_offloading_size=1e.06 GiB is more than the memory"):
+    with pytest.raises(ShardlmError, match=r"kv_offloading_size=1e\+06 GiB is more than the memory"):
         pool_size.check_host(1e6)
