@@ -124,5 +124,10 @@ class Bundles:
                 state = programs["load", s]((), state, self._held[move.bundle], pages)
         return state
 
+    @property
+    def nbytes(self) -> int:
+        """Of all of them, over all devices."""
+        return sum(a.nbytes for a in jax.tree.leaves(self._held))
+
     def clear(self) -> None:
         self._held.clear()
