@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from shardlm.distributed import least_of_all
 from shardlm.errors import ShardlmError
+from shardlm.host_memory import host_gib, use_host_memory
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.kv_format import held
 from shardlm.serve.chunk_programs import Cuts
@@ -148,8 +149,7 @@ def bundles_of(each: Sequence[int], gib: float) -> int:
 
 def check_host(gib: float | None) -> None:
     """Raises ShardlmError where the machines do not have so much memory, of which each process takes its part."""
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if gib and gib > (most := has * jax.process_count()):
+    if gib and gib > (most := host_gib() * jax.process_count()):
         raise ShardlmError(
             f"kv_offloading_size={gib:g} GiB is more than the memory of the host, {most:.1f} GiB; choose less than that"
         )
@@ -169,7 +169,9 @@ def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
 
 
 def use_memory() -> None:
-    """Lets jax have ALLOCATED of each GPU, unless the environment says how much; before its backend starts."""
+    """Lets jax have ALLOCATED of each GPU, unless the environment says how much, and what it asks for of the host's;
+    before its backend starts."""
+    use_host_memory()
     if not any(name in os.environ for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")):
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(ALLOCATED)
 

@@ -146,7 +146,7 @@ class Runner:
         """Key -> (function, example arguments)."""
         work = self._own_shapes() | self._edits() | self._copiers()
         whole = {key: (function, (self._weights, self._state, *rest)) for key, (function, rest) in work.items()}
-        return whole | self._writers() | self._movers([(self._state, self.mesh)])
+        return whole | self._writers() | self._movers()
 
     def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of chunks and steps, (function, example arguments after the weights and the state)."""
@@ -186,13 +186,18 @@ class Runner:
             return {}
         return {"copies": (copier(self.config.layout, self.model.execution.rules, *self._copied_drafts), NO_COPIES)}
 
-    def _movers(self, states: Sequence[tuple[Any, Mesh]]) -> dict[Any, tuple[Callable, tuple]]:
-        """Of what moves pages to the host's memory and back, for the state of each stage."""
+    def _movers(self) -> dict[Any, tuple[Callable, tuple]]:
+        """Of what moves pages to the host's memory and back, by stage."""
         if not self.config.bundles:
             return {}
         own = PageCopies(self.config.layout.num_pages, self.proposer, self.platform == "gpu")
-        each = [own.shapes(state, mesh) for state, mesh in states]
+        each = [own.shapes(*stage) for stage in self._states]
         return {(name, s): work for s, shapes in enumerate(each) for name, work in shapes.items()}
+
+    @property
+    def _states(self) -> list[tuple[Any, Mesh]]:
+        """Of each stage, with its mesh."""
+        return [(self._state, self.mesh)]
 
     @property
     def _copied_drafts(self) -> tuple[Callable, ...]:

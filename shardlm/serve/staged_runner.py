@@ -157,13 +157,16 @@ class StagedRunner(Runner):
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """The stage is last in each key."""
-        work = self._edits_of_last() | self._writers() | self._copiers()
+        work = self._edits_of_last() | self._writers() | self._copiers() | self._movers()
         for rows in self.group_sizes:
             work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
         for key, how in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, how)
-        states = [(state, stage.mesh) for state, stage in zip(self._state, self.stages, strict=True)]
-        return {key: one for key, one in (work | self._movers(states)).items() if self._here[key[-1]]}
+        return {key: one for key, one in work.items() if self._here[key[-1]]}
+
+    @property
+    def _states(self) -> list[tuple[Any, Mesh]]:
+        return [(state, stage.mesh) for state, stage in zip(self._state, self.stages, strict=True)]
 
     def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
         rules, work = self.model.execution.rules, {}

@@ -1,5 +1,6 @@
 """Pages in the host's memory: what is saved, what makes room, what comes back, and that replies stay what they are."""
 
+import os
 import random
 
 import jax
@@ -9,6 +10,7 @@ from engines import CONFIG, finished, random_engine
 from small import logits_of
 
 from shardlm.errors import ShardlmError
+from shardlm.host_memory import POOL, host_gib, use_host_memory
 from shardlm.mesh import MeshSpec
 from shardlm.serve import pool_size
 from shardlm.serve.engine_config import EngineConfig
@@ -79,10 +81,9 @@ def test_pages_that_are_given_on_are_saved_and_brought_back():
     assert table.cached(HASHES) == 0 and len(host) == 0
 
 
-@pytest.mark.parametrize("spec", [MeshSpec(tensor=2), MeshSpec(pipeline=2)], ids=str)
-def test_conversations_get_the_replies_they_get_alone(spec):
+def test_conversations_get_the_replies_they_get_alone():
     """More of them than pages hold, in turns, each beginning with the turns before."""
-    engine, model, params = random_engine(spec, pages=20, rows=2, tokens=16, bundles=6)
+    engine, model, params = random_engine(MeshSpec(tensor=2), pages=20, rows=2, tokens=16, bundles=6)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
     @jax.jit
@@ -127,3 +128,12 @@ def test_what_cannot_be_is_refused():
         pool_size.bundles_of([2**20, 2**20], 0.02)
     with pytest.raises(ShardlmError, match=r"kv_offloading_size=1e\+06 GiB is more than the memory"):
         pool_size.check_host(1e6)
+
+
+def test_the_pool_of_the_host_is_as_large_as_its_memory_unless_said(monkeypatch):
+    monkeypatch.setenv(POOL, "7")
+    use_host_memory()
+    assert os.environ[POOL] == "7"
+    monkeypatch.delenv(POOL)
+    use_host_memory()
+    assert int(os.environ[POOL]) == int(host_gib()) > 1

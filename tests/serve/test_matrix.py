@@ -70,6 +70,7 @@ LENGTH, PAGE, WINDOW = 40, 4, 6
 MEMORY = DeltaNetConfig(num_heads=8, num_kv_heads=4, head_dim=8, value_dim=8)
 PROMPT = TOKENIZER.encode('{"name": "ab", "age": 12, x: true}' * 2)[:21]
 BESIDE = [*PROMPT[:14], *TOKENIZER.encode("né日")]  # begins alike
+FLOOD = [*reversed(PROMPT), *PROMPT[:6]]
 CLOSE = 2e-4  # of log-probabilities in float32
 
 
@@ -257,6 +258,9 @@ def test_every_pair_of_features_gives_what_the_oracle_says(small_snapshots):
                 done = {output.request_id: output for _ in range(3) for output in engine.step() if output.finished}
                 assert engine.reset_prefix_cache(reset_running_requests=True)
             done |= run(engine)
+            if case["few_pages"] and case["offloaded"]:
+                engine.add("flood", FLOOD, greedy)  # takes all pages
+                done |= run(engine)
             before = engine.stats().prefix_hits
             engine.add("again", PROMPT, params, embed=case["embed"], **has)
             done |= run(engine)
