@@ -11,6 +11,6 @@ def host_gib() -> float:
 
 
 def use_host_memory() -> None:
-    """Lets XLA have all of it, unless the environment says how much; before jax's backend starts. The pool takes what it
-    is asked for, and by default ends at 64 GB, for all GPUs of a process together."""
+    """Lets XLA have all of it, unless the environment says how much; before jax's backend starts. The pool takes what
+    it is asked for, and by default ends at 64 GB, for all GPUs of a process together."""
     os.environ.setdefault(POOL, str(int(host_gib())))
