@@ -32,6 +32,9 @@ _CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default 
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by default 256, on a CPU 32.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Of prompts in a step; 2048, on a CPU 512.")
 _PREFIX = flags.DEFINE_bool("enable_prefix_caching", True, "Equal beginnings of prompts are computed once.")
+_OFFLOADED = flags.DEFINE_float(
+    "kv_offloading_size", None, "GiB of the host's memory for pages that the prefix cache has no room for."
+)
 _PREFILL = flags.DEFINE_enum(
     "prefill_attention",
     "auto",
@@ -82,6 +85,7 @@ def engine_options() -> dict[str, Any]:
         "max_num_seqs": _MAX_SEQS.value,
         "max_num_batched_tokens": _MAX_TOKENS.value,
         "enable_prefix_caching": _PREFIX.value,
+        "kv_offloading_size": _OFFLOADED.value,
         "prefill_attention": _PREFILL.value,
         "fused_products": _FUSED.value,
         "deterministic": _DETERMINISTIC.value,

@@ -36,6 +36,7 @@ _HARDWARE = flags.DEFINE_string(
 def main(resolved: Resolved, auto: bool) -> int:
     from launch.devices import use_cpu_devices
     from shardlm.distributed import detect, explicit, joined
+    from shardlm.host_memory import use_host_memory
     from shardlm.train.loop import train
     from shardlm.train.profile import ProfileSteps
     from shardlm.train.program import Program
@@ -47,6 +48,7 @@ def main(resolved: Resolved, auto: bool) -> int:
             "--hardware_profile is read by --config.mesh=auto and --profile_steps: give one, or leave it"
         )
     use_cpu_devices(resolved.config.cpu_devices)
+    use_host_memory()  # of which offload and remat="offload" make use
     if _PRINT_SHARDINGS.value:
         config = planned(resolved, _HARDWARE.value) if auto else resolved.config
         print(format_shardings(Program.make(config, config.mesh.build())))

@@ -44,9 +44,21 @@ def test_every_part_runs(measured):
     assert list(found["parts"]) == list(PARTS) and found["sizes"] == "tiny"
     rows = {part: [row for case in cases.values() for row in case["rows"]] for part, cases in found["parts"].items()}
     assert rows["train"][0]["tokens_per_second"] > 0 and "no/such" in rows["train"][1]["not_compared"]
-    served = ["engine", "decode 1", "decode 2", "short prompt", "prefill", "trace 1", "trace 2", "transformers"]
+    served = [
+        "engine",
+        "decode 1",
+        "decode 2",
+        "short prompt",
+        "prefill",
+        "pages to the host",
+        "pages from the host",
+        "trace 1",
+        "trace 2",
+        "transformers",
+    ]
     assert [row["name"] for row in rows["decode"]] == served
-    one, two, short, _, trace = rows["decode"][1:6]
+    one, two, short, _, saved, loaded, trace = rows["decode"][1:8]
+    assert saved["bundle_bytes"] == loaded["bundle_bytes"] and loaded["bytes_per_second"] > 0
     assert short["seconds"] > 0 and trace["steps"] == 8 and 0 < trace["of_longest"] <= 1
     assert trace["busy_seconds"] * 8 == pytest.approx(
         sum(k["seconds"] for k in trace["longest"]) * 8 / trace["of_longest"]

@@ -25,6 +25,7 @@ FLOORS = [
         "no_driver",
         "run_files",
         "run_lock",
+        "host_memory",
         *("hardware", "clusters", "hardware_file", "prices"),
         "flops",
         "token_bound",

@@ -36,6 +36,8 @@ from shardlm.ops.paged_attention import choose
 from shardlm.ops.weight_format import WeightFormat
 from shardlm.serve import programs
 from shardlm.serve.carry import lowered, of_both
+from shardlm.serve.host_copies import PageCopies
+from shardlm.serve.host_pages import BUNDLE
 from shardlm.serve.layers import apart
 from shardlm.serve.memory_copies import COPIES, copy_memories
 from shardlm.serve.speculation import programs as speculation
@@ -233,6 +235,39 @@ def test_memories_are_copied_from_slot_to_slot_and_nothing_else():
     (loop,) = (at for at in module.computations[module.entry].instructions if at.opcode == "while")
     step = module.computations[loop.called("body")[0]]
     assert sum(bool(kernel(module, step, at)) for at in step.instructions) <= 3 * len(held)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_pages_go_to_the_host_and_back_and_nothing_else_moves(tensor):
+    """A bundle of them (serve/host_pages.py): one gather or a scatter for each pool, and a copy to or from the host's
+    memory, which other streams do."""
+    spec = MeshSpec(tensor=tensor)
+    mesh = spec.build(topology("h100", 1, tensor))
+    with jax.set_mesh(mesh):
+        shape = apart(LLAMA.transformer())
+        execution = Execution(serving_rules(shape, spec, "dtype"), jnp.bfloat16, paged_attention=choose("gpu"))
+        model = ModelDef.make(shape, execution)
+        layout = PageLayout.whole(shape.num_layers, PAGES)
+        state = jax.tree.map(lambda s: at_rest(s, mesh), jax.eval_shape(lambda: empty_state(model, layout, 16, ROWS)))
+        pages = jax.ShapeDtypeStruct((BUNDLE,), jnp.int32, sharding=NamedSharding(mesh, jax.P()))
+        work = PageCopies(PAGES, None, host=True).shapes(state, mesh)
+        found = {
+            name: jax.jit(run, donate_argnums=1).lower(*arguments[:-1], pages).compile()
+            for name, (run, arguments) in work.items()
+        }
+    pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in state.pages.values()) // tensor
+    bundle = pool * BUNDLE // PAGES
+    for name, compiled in found.items():
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        on_host = memory.host_output_size_in_bytes if name == "save" else memory.host_argument_size_in_bytes
+        assert on_host == bundle
+        assert memory.alias_size_in_bytes >= pool and memory.temp_size_in_bytes < 1.1 * bundle
+        assert not collectives(text)
+        module = parse(text)
+        entry = module.computations[module.entry]
+        opcodes = collections.Counter(at.opcode for at in entry.instructions if kernel(module, entry, at))
+        assert opcodes["fusion"] <= 2 and not opcodes["copy"], opcodes
+        assert text.count(" copy-start(") == 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from shardlm import hardware
 from shardlm.bench.case import Given, missing, said
 from shardlm.bench.cases import TRANSFORMERS
 from shardlm.bench.decode_trace import traced
+from shardlm.bench.host_pages import moved
 from shardlm.bench.sizes import Served, Sizes, named
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_pairs, forward_flops
@@ -41,8 +42,8 @@ TARGETS = {1: 0.7, 64: 0.6}  # share of the bandwidth bound to be reached by 16-
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
-    """A row for the engine, one for each batch, two for prompts, and one for the kernels of the smallest and of the
-    largest batch; of these rows those that are still to be measured."""
+    """A row for the engine, one for each batch, two for prompts, two for pages in the host's memory, and one for the
+    kernels of the smallest and of the largest batch; of these rows those that are still to be measured."""
     sizes = named(given.sizes)
     if name == TRANSFORMERS:
         yield from against_transformers(sizes, given)
@@ -53,6 +54,8 @@ def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
     rows = {"engine": lambda: _described(engine)}
     rows |= {f"decode {n}": functools.partial(_against_target, engine, served, n, gpu) for n in served.batches}
     rows |= {"short prompt": lambda: short_prompt(engine, served), "prefill": lambda: prefill(engine, served, gpu)}
+    ways = {"pages to the host": True, "pages from the host": False}
+    rows |= {way: functools.partial(moved, engine, gpu, saves) for way, saves in ways.items()}
     traces = dict.fromkeys((served.batches[0], served.batches[-1]))
     rows |= {f"trace {n}": functools.partial(traced, engine, served, n) for n in traces}
     for row, measured in given.left(name, rows):

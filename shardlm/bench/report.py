@@ -87,7 +87,7 @@ TESTS: tuple[Column, ...] = (
 COLUMNS = {"train": TRAIN, "decode": DECODE, "kernels": KERNELS, "code": CODE, "plan": PLAN, "tests": TESTS}
 NEEDED = {  # what a row has one of that belongs into its part's table
     "train": {"tokens_per_second"},
-    "decode": {"tokens_per_second", "busy_seconds"},
+    "decode": {"tokens_per_second", "busy_seconds", "bundle_bytes"},
     "kernels": {"largest_error"},
     "code": {"kernel"},
     "plan": {"measured_seconds"},

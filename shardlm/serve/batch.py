@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from shardlm.serve.host_pages import Move
 from shardlm.serve.request import Request
 from shardlm.serve.snapshots import Copies
 
@@ -49,6 +50,8 @@ class ScheduledBatch:
     # Of what layers without pages remember, before and after the batch's programs.
     restored: Copies = ()
     saved: Copies = ()
+    # Of pages, to the host's memory and back, before all else.
+    moves: tuple[Move, ...] = ()
 
     @property
     def width(self) -> int:

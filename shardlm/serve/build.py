@@ -35,6 +35,7 @@ from shardlm.serve.facts import ModelFacts
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.followers import refuse_second
 from shardlm.serve.following import join
+from shardlm.serve.host_pages import BUNDLE
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
 from shardlm.serve.memories import refuse
@@ -207,6 +208,7 @@ def described(engine: Engine | EngineGroup, name: str) -> str:
         f"tokens in {layout.layers} layers, keys and values of {int(fit * longest):,} tokens in {held}, for {fit:,.1f} "
         f"requests of {longest:,} tokens; "
         f"{f'memories in {layout.memories} {which}, copies of {config.snapshots}; ' if layout.memories else ''}"
+        f"{f'{config.bundles * BUNDLE:,} pages in the host memory; ' if config.bundles else ''}"
         f"{config.max_rows} requests at once; "
         f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )

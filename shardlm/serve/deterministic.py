@@ -104,6 +104,7 @@ class DeterministicRunner(Runner):
         masks: Sequence[tuple[int, np.ndarray]] = (),
     ) -> Started:
         """As Runner.start."""
+        self._move(batch.moves)
         self._copy(batch.restored)
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])

@@ -199,6 +199,8 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             speculation=self._speculation,
             failed_batches=self._failed_batches,
+            pages_saved=pages.host.saved if pages.host is not None else 0,
+            pages_loaded=pages.host.loaded if pages.host is not None else 0,
             engines_up=int(self.ended is None),
             num_pages=pages.num_pages - 1,
             page_size=pages.page_size,

@@ -39,6 +39,8 @@ class EngineConfig:
     max_num_batched_tokens  of the prompts in one step; None: 2048, on a CPU 512
     decode_steps            tokens that a request decodes between two looks of the host, at most (pace.py)
     enable_prefix_caching   equal beginnings of prompts are computed once
+    kv_offloading_size      GiB of the host's memory, over all devices and replicas, for pages that the prefix cache has
+                            no room for (host_pages.py); None: none
     prefill_attention       of chunks of many tokens: "auto" (cuDNN on GPUs where it can, prefill.py), "whole" (of these
                             only those that begin a prompt) or "pages", so that a hit and a miss of the prefix cache
                             run the same kernel
@@ -64,6 +66,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     decode_steps: int = 8
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
     prefill_attention: Wanted = "auto"
     fused_products: Fused = "auto"
     deterministic: bool = False
@@ -93,6 +96,11 @@ class EngineConfig:
             raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(choices)}, or None")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
+        if self.kv_offloading_size is not None and not self.enable_prefix_caching:
+            raise ShardlmError(
+                f"kv_offloading_size={self.kv_offloading_size} is where the prefix cache goes on: leave it out, or "
+                "enable_prefix_caching on"
+            )
         if self.fused_products not in get_args(Fused):
             raise ShardlmError(f"fused_products={self.fused_products!r}; choose from auto, on, off")
         if self.prefill_attention not in get_args(Wanted):

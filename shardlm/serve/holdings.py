@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardlm.serve.batch import Row
+from shardlm.serve.host_pages import Move
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.request import Request
 from shardlm.serve.scheduler_config import SchedulerConfig
@@ -99,6 +100,10 @@ class Holdings:
     def copies(self) -> tuple[Copies, Copies]:
         """Of what layers without pages remember, to be made before and after the batch that is made now."""
         return self.pages.snapshots.taken() if self.pages.snapshots is not None else ((), ())
+
+    def moves(self) -> tuple[Move, ...]:
+        """Of pages, to the host's memory and back, to be made before the batch that is made now."""
+        return self.pages.host.taken() if self.pages.host is not None else ()
 
     def share(self, request: Request, num_tokens: int) -> None:
         """Lets others share the full pages of the first tokens, whose hashes are known."""

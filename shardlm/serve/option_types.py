@@ -1,6 +1,7 @@
 """Of which types the options of an engine are (build.EngineConfig), looked at before anything is read: an option of
 another type would end in a traceback minutes later, or mean what nobody meant ("false" is true). No jax."""
 
+import math
 import numbers
 import os
 from collections.abc import Mapping
@@ -39,6 +40,10 @@ def check_types(config: Any) -> None:
     share = config.gpu_memory_utilization
     if not isinstance(share, numbers.Real) or isinstance(share, bool):
         raise ShardlmError(f"gpu_memory_utilization={share!r} must be a number")
+    size = config.kv_offloading_size
+    real = isinstance(size, numbers.Real) and not isinstance(size, bool)
+    if size is not None and not (real and 0 < size < math.inf):
+        raise ShardlmError(f"kv_offloading_size={size!r} must be a number of GiB above 0")
     modules = config.lora_modules
     if not isinstance(modules, Mapping) or not all(
         isinstance(name, str) and name and is_path(path) for name, path in modules.items()

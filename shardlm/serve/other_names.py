@@ -64,7 +64,15 @@ ENGINE = {
 MEANINGLESS = (
     *("trust_remote_code", "enforce_eager", "disable_log_stats", "disable_log_requests", "enable_log_requests"),
     *("disable_custom_all_reduce", "distributed_executor_backend", "enable_chunked_prefill", "max_seq_len_to_capture"),
-    *("swap_space", "load_format", "async_scheduling", "limit_mm_per_prompt", "compilation_config", "tokenizer_mode"),
+    *(
+        "swap_space",
+        "kv_offloading_backend",
+        "load_format",
+        "async_scheduling",
+        "limit_mm_per_prompt",
+        "compilation_config",
+        "tokenizer_mode",
+    ),
     *("cuda_graph_sizes", "attention_backend", "scheduling_policy", "preemption_mode", "num_scheduler_steps"),
     *("guided_decoding_backend", "structured_outputs_config", "max_num_partial_prefills", "disable_cascade_attn"),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "use_v2_block_manager", "num_lookahead_slots"),

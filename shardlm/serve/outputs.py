@@ -153,6 +153,7 @@ class Stats:
     """num_running, num_waiting: requests now. kv_usage: share of the pages in use, 0 to 1. The rest counts from the
     engine's start: tokens looked up in the prefix cache and found there, preemptions, tokens read and written, what
     came of drafts, None where there are none, and batches that failed. engines_up: those that this has not ended.
+    pages_saved, pages_loaded: to the host's memory, and from there (host_pages.py).
     num_pages, page_size: how many pages of so many tokens requests can have. replicas: the same of each, where
     there are several."""
 
@@ -166,6 +167,8 @@ class Stats:
     prompt_tokens: int
     speculation: SpeculationStats | None = None
     failed_batches: int = 0
+    pages_saved: int = 0
+    pages_loaded: int = 0
     engines_up: int = 1
     num_pages: int = 0
     page_size: int = 0

@@ -6,7 +6,8 @@ to `scheduler` when to ask, and whom to turn out when there is nothing left.
 A page holds `page_size` consecutive tokens of one sequence. A full page is known by the hash of its tokens, chained to
 the hash of the page before it, so that equal hashes mean equal prefixes (vLLM's automatic prefix caching,
 docs.vllm.ai/en/stable/design/prefix_caching). Only full pages are shared and nobody writes into a full page, so that
-there is no copy on write. Page 0 is scrap: what padded rows have, and never given away.
+there is no copy on write. Where there is room in the host's memory (host_pages.py), pages are saved there before they
+are evicted, and brought back where a text asks for them. Page 0 is scrap: what padded rows have, and never given away.
 
 Layers come in groups (layers/page_layout.py), and an owner has pages in each. In a group with a window it gives back
 those that no token to come can see. In a group with a stride a page holds entries that stand for several tokens each:
@@ -17,15 +18,17 @@ docs.vllm.ai/en/stable/design/hybrid_kv_cache_manager).
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import math
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import seen_pages
+from shardlm.serve.host_pages import BUNDLE, HostPages, Key
 from shardlm.serve.snapshots import Snapshots
 
 _DIGEST = 16  # bytes of a page's hash: a collision would show one user another's text
@@ -76,11 +79,12 @@ class PageTable:
         longest_step: int = 1,
         caching: bool = True,
         snapshots: Snapshots | None = None,
+        host: HostPages | None = None,
     ):
         """A pool of `num_pages` pages, scrap page 0 included, for groups that see back as far as their window (0: to
         the start) and whose places stand for so many tokens (`strides`; (): one), and for owners that grow by at most
         `longest_step` tokens before `drop` is called. Without `caching` no page is ever shared; with `snapshots` none
-        behind the last one of them.
+        behind the last one of them. `host`: where evicted pages go; None: nowhere.
 
         Raises:
             ShardlmError: there is no page beside the scrap page, or no token in a page.
@@ -90,14 +94,15 @@ class PageTable:
                 f"a pool of {num_pages} pages of {page_size} tokens holds nothing: page 0 is scrap, so give at least "
                 "2 pages of at least 1 token"
             )
-        self.num_pages, self.page_size, self.caching, self.snapshots = num_pages, page_size, caching, snapshots
+        self.num_pages, self.page_size, self.caching = num_pages, page_size, caching
+        self.snapshots, self.host = snapshots, host
         self.windows, self.longest_step = tuple(windows), longest_step
         self.strides = tuple(strides) or (1,) * len(self.windows)
         self._unit = math.lcm(*self.strides)  # in how many pages of tokens prefixes are found
         self.statistics = Statistics()
         self._held: dict[Hashable, _Held] = {}
         self._references = [0] * num_pages
-        self._hash_of: list[tuple[int, bytes] | None] = [None] * num_pages  # (group, hash)
+        self._hash_of: list[Key | None] = [None] * num_pages
         self._page_of: list[dict[bytes, int]] = [{} for _ in self.windows]  # of each group
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page freed last is used first
         # Pages that nobody holds but whose contents may be asked for again, the least recently used first.
@@ -118,7 +123,8 @@ class PageTable:
         sizes = {"windows": self.windows, "strides": self.strides}
         sizes |= {"longest_step": self.longest_step, "caching": self.caching}
         snapshots = None if self.snapshots is None else self.snapshots.renewed()
-        new = PageTable(self.num_pages, self.page_size, snapshots=snapshots, **sizes)
+        host = None if self.host is None else self.host.renewed()
+        new = PageTable(self.num_pages, self.page_size, snapshots=snapshots, host=host, **sizes)
         new.statistics = self.statistics
         return new
 
@@ -169,10 +175,11 @@ class PageTable:
         """How many leading pages of a sequence with these hashes are cached, as far as the token after them sees them:
         all in a group without a window, the last ones in the others."""
         count = len(hashes)
-        for window, stride, cached in zip(self.windows, self.strides, self._page_of, strict=True):
+        for group, (window, stride) in enumerate(zip(self.windows, self.strides, strict=True)):
             if not window:
                 ends = range(stride - 1, count, stride)
-                count = next((end - stride + 1 for end in ends if hashes[end] not in cached), count // stride * stride)
+                lacks = (end - stride + 1 for end in ends if not self._known(group, hashes[end]))
+                count = next(lacks, count // stride * stride)
         count -= count % self._unit
         while count and (gap := self._gap(hashes, count)) is not None:
             count = gap - gap % self._unit
@@ -180,18 +187,25 @@ class PageTable:
 
     def _gap(self, hashes: Sequence[bytes], count: int) -> int | None:
         """A page that lacks in some window before the end of `count` pages; the last one of its group."""
-        for group, (window, cached) in enumerate(zip(self.windows, self._page_of, strict=True)):
+        for group, window in enumerate(self.windows):
             if window:
                 for index in range(count - 1, self.first(group, count * self.page_size) - 1, -1):
-                    if hashes[index] not in cached:
+                    if not self._known(group, hashes[index]):
                         return index
         return None
 
-    def _shared(self, hashes: Sequence[bytes], found: int) -> Iterator[tuple[int, list[int]]]:
+    def _known(self, group: int, digest: bytes) -> bool:
+        return digest in self._page_of[group] or (self.host is not None and (group, digest) in self.host)
+
+    def _shared(self, hashes: Sequence[bytes], found: int) -> Iterator[tuple[int, list[Key]]]:
         """Of each group, the first of the `found` leading pages that is still seen, and the cached pages from there."""
-        for group, (stride, cached) in enumerate(zip(self.strides, self._page_of, strict=True)):
+        for group, stride in enumerate(self.strides):
             first = self.first(group, found * self.page_size)
-            yield first, [cached[digest] for digest in hashes[first + stride - 1 : found : stride]]
+            yield first, [(group, digest) for digest in hashes[first + stride - 1 : found : stride]]
+
+    def _here(self, keys: Iterable[Key]) -> Iterator[int]:
+        """Those of some cached pages that are on the devices."""
+        return (page for group, digest in keys if (page := self._page_of[group].get(digest)) is not None)
 
     def _ends(self, num_tokens: int, found: int) -> list[int]:
         """How many pages a new owner gets in each group, those before the first included: those of all its tokens or,
@@ -203,8 +217,8 @@ class PageTable:
     def missing(self, num_tokens: int, hashes: Sequence[bytes] = ()) -> int:
         """How many of `num_free` an `allocate` of the same arguments would use up."""
         found, count = self.find(hashes), 0
-        for end, (first, pages) in zip(self._ends(num_tokens, found), self._shared(hashes, found), strict=True):
-            count += end - first - sum(self._references[page] > 0 for page in pages)
+        for end, (first, keys) in zip(self._ends(num_tokens, found), self._shared(hashes, found), strict=True):
+            count += end - first - sum(self._references[page] > 0 for page in self._here(keys))
         return count
 
     def allocate(self, owner: Hashable, num_tokens: int, hashes: Sequence[bytes] = ()) -> int | None:
@@ -220,12 +234,18 @@ class PageTable:
             return None
         found = self.find(hashes)
         shared = list(self._shared(hashes, found))
-        for page in itertools.chain.from_iterable(pages for _, pages in shared):
+        wanted = [key for _, keys in shared for key in keys]
+        for page in self._here(wanted):
             self._references[page] += 1
             self._idle.pop(page, None)
+        wanted = [(group, digest) for group, digest in wanted if digest not in self._page_of[group]]
         every = []
-        for end, (first, pages) in zip(self._ends(num_tokens, found), shared, strict=True):
-            every.append([0] * first + pages + [self._take() for _ in range(end - first - len(pages))])
+        with contextlib.nullcontext() if self.host is None else self.host.holding(wanted):
+            for key in wanted:
+                self._bring(*key)
+            for end, (first, keys) in zip(self._ends(num_tokens, found), shared, strict=True):
+                pages = [self._page_of[group][digest] for group, digest in keys]
+                every.append([0] * first + pages + [self._take() for _ in range(end - first - len(pages))])
         behind = [first for first, _ in shared]
         self._held[owner] = _Held(every, self._count(every), behind, self._drops_at(behind), found)
         self.statistics.queried += num_tokens
@@ -316,17 +336,32 @@ class PageTable:
             raise ValueError(f"{len(self._held)} owners hold pages; free them first")
         for cached in self._page_of:
             cached.clear()
-        if self.snapshots is not None:
-            self.snapshots.forget()
+        for beside in (self.snapshots, self.host):
+            if beside is not None:
+                beside.forget()
         self._hash_of = [None] * self.num_pages
         self._free.extend(self._idle)
         self._idle.clear()
+
+    def _bring(self, group: int, digest: bytes) -> None:
+        """A page of the host's comes to the devices."""
+        page = self._page_of[group][digest] = self._take()
+        self._hash_of[page] = group, digest
+        self.host.load((group, digest), page)
+
+    def _spill(self) -> None:
+        """Saves the page that is evicted next, with others whose turn comes soon."""
+        soon = list(itertools.islice(self._idle, 4 * BUNDLE))
+        if self._hash_of[soon[0]] not in self.host:
+            self.host.save(self.host.lacking((page, self._hash_of[page]) for page in soon))
 
     def _take(self) -> int:
         """A page for one new owner; evicts what was used longest ago once no page is without contents."""
         if self._free:
             page = self._free.pop()
         else:
+            if self.host is not None:
+                self._spill()
             page, _ = self._idle.popitem(last=False)
             group, digest = self._hash_of[page]
             del self._page_of[group][digest]
@@ -353,8 +388,9 @@ class PageTable:
                 for index in range(behind, len(pages)):
                     where = place.setdefault(pages[index], (group, index))
                     assert where == (group, index), f"page {pages[index]} is in two places of sequences"
-        if self.snapshots is not None:
-            self.snapshots.check_invariants()
+        for beside in (self.snapshots, self.host):
+            if beside is not None:
+                beside.check_invariants()
         assert self._references == [counts[page] for page in range(self.num_pages)], "references do not match owners"
         every = sorted([*counts, *self._free, *self._idle])
         assert every == list(range(1, self.num_pages)), f"pages are lost or in two states: {every}"

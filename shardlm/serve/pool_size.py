@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 
 from shardlm.distributed import least_of_all
 from shardlm.errors import ShardlmError
+from shardlm.host_memory import host_gib, use_host_memory
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.kv_format import held
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine_config import PROGRAMS, EngineConfig
+from shardlm.serve.host_pages import BUNDLE, HostPages
 from shardlm.serve.memories import left_beside, request_bytes, rows_beside, snapshots_beside
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.runner_config import RunnerConfig
@@ -38,6 +40,7 @@ def sizes_of(
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
     each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
     rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
+    check_host(config.kv_offloading_size)
     slots = [request_bytes(stage.model, stage.layout(layouts[0])) for stage in places[0].stages]
     slots[-1] += request_bytes(draft.model, layouts[1]) if draft else 0
     return sized(layouts, each, rooms, length, config, len(places), slots)
@@ -60,6 +63,7 @@ def sized(
     rows = config.max_num_seqs or rows_beside(slots, rooms, 32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + config.drafts) + 1)
     usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
+    bundles = bundles_of(each, config.kv_offloading_size / replicas) if config.kv_offloading_size else 0
     snapshots = snapshots_beside(slots, rows, rooms, length) if config.enable_prefix_caching else 0
     count = min(pages_of(each, left_beside(slots, rows + snapshots, rooms)), usable)
     layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
@@ -75,6 +79,7 @@ def sized(
         config.decode_steps,
         least_rows=least,
         snapshots=snapshots,
+        bundles=bundles,
         platform="cpu" if cpu else "gpu",
     )
     return own, *(own.as_own(layout) for layout in beside)
@@ -98,6 +103,7 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
         longest_step=own.longest_step,
         caching=caching,
         snapshots=snapshots,
+        host=HostPages(sizes.bundles) if sizes.bundles and caching else None,
     )
     return Scheduler(own, table)
 
@@ -129,6 +135,26 @@ def pages_of(each: Sequence[int], rooms: Sequence[int]) -> int:
     return nbytes // own
 
 
+def bundles_of(each: Sequence[int], gib: float) -> int:
+    """How many bundles of pages so much of the host's memory holds, where a page takes so much of each stage. Raises
+    ShardlmError where it holds none."""
+    own = BUNDLE * sum(each) / 2**30
+    if gib < own:
+        raise ShardlmError(
+            f"{gib:g} GiB of the host's memory for each replica hold no bundle of {BUNDLE} pages, {own:.4g} GiB: raise "
+            "kv_offloading_size, or leave it out"
+        )
+    return int(gib / own)
+
+
+def check_host(gib: float | None) -> None:
+    """Raises ShardlmError where the machines do not have so much memory, of which each process takes its part."""
+    if gib and gib > (most := host_gib() * jax.process_count()):
+        raise ShardlmError(
+            f"kv_offloading_size={gib:g} GiB is more than the memory of the host, {most:.1f} GiB; choose less than that"
+        )
+
+
 def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
     """Raises ShardlmError, before weights are read, where kv_cache_bytes holds no page of the model's own layers, or
     not those of one request."""
@@ -143,7 +169,9 @@ def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
 
 
 def use_memory() -> None:
-    """Lets jax have ALLOCATED of each GPU, unless the environment says how much; before its backend starts."""
+    """Lets jax have ALLOCATED of each GPU, unless the environment says how much, and what it asks for of the host's;
+    before its backend starts."""
+    use_host_memory()
     if not any(name in os.environ for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")):
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(ALLOCATED)
 

@@ -24,6 +24,8 @@ from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
 from shardlm.serve.followers import Followers, told
+from shardlm.serve.host_copies import Bundles, PageCopies
+from shardlm.serve.host_pages import Move
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.memory_copies import COPIES, NO_COPIES, copier
 from shardlm.serve.programs import ChunkRows, DecodeRows
@@ -61,6 +63,7 @@ class Runner:
         self._makers = self._state_makers()
         self._state = self._shape_of_empty()
         self._launchers = self._make_launchers()
+        self._bundles = [Bundles() for _ in self._launchers]
         self._jitted: dict[Any, Any] = {} if like is None else like._jitted
         self._programs: dict[Any, Callable] = {}
         self.compile_seconds = 0.0
@@ -110,6 +113,8 @@ class Runner:
             if isinstance(array, jax.Array):  # else the shape of what another process has
                 array.delete()  # frames of the error may hold it
         self._state = self._empty()
+        for bundles in self._bundles:
+            bundles.clear()
         self._masked.clear()
 
     def _make_launchers(self) -> tuple[Launcher, ...]:
@@ -141,7 +146,7 @@ class Runner:
         """Key -> (function, example arguments)."""
         work = self._own_shapes() | self._edits() | self._copiers()
         whole = {key: (function, (self._weights, self._state, *rest)) for key, (function, rest) in work.items()}
-        return whole | self._writers()
+        return whole | self._writers() | self._movers()
 
     def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of chunks and steps, (function, example arguments after the weights and the state)."""
@@ -180,6 +185,19 @@ class Runner:
         if not self.config.snapshots:
             return {}
         return {"copies": (copier(self.config.layout, self.model.execution.rules, *self._copied_drafts), NO_COPIES)}
+
+    def _movers(self) -> dict[Any, tuple[Callable, tuple]]:
+        """Of what moves pages to the host's memory and back, by stage."""
+        if not self.config.bundles:
+            return {}
+        own = PageCopies(self.config.layout.num_pages, self.proposer, self.platform == "gpu")
+        each = [own.shapes(*stage) for stage in self._states]
+        return {(name, s): work for s, shapes in enumerate(each) for name, work in shapes.items()}
+
+    @property
+    def _states(self) -> list[tuple[Any, Mesh]]:
+        """Of each stage, with its mesh."""
+        return [(self._state, self.mesh)]
 
     @property
     def _copied_drafts(self) -> tuple[Callable, ...]:
@@ -236,6 +254,7 @@ class Runner:
     ) -> Started:
         """Has the programs of a batch started; `settings` of its requests by id, and what grammars allow next by slot,
         int32 [ceil(V / 32)]. What goes wrong with them is raised where they are waited for."""
+        self._move(batch.moves)
         self._copy(batch.restored)
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
@@ -258,6 +277,19 @@ class Runner:
         rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
         made = self._run(("decode", size), rows, np.int32(batch.steps))
         return [Call(tuple(n for n, _ in decodes), made, chunk=False)]
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Pages to the host's memory and back."""
+        if moves:
+            self._move_all(moves)
+
+    @told
+    def _move_all(self, moves: Sequence[Move]) -> None:
+        for s, launcher in enumerate(self._launchers):
+            launcher.submit(functools.partial(self._moved, s, moves))
+
+    def _moved(self, s: int, moves: Sequence[Move]) -> None:
+        self._state = self._bundles[s].moved(self._programs, s, self._state, moves)
 
     def _copy(self, copies: Copies) -> None:
         """Of what layers without pages remember, from slots to slots."""

@@ -17,7 +17,8 @@ class RunnerConfig:
     """max_rows: slots. max_batch_tokens: of one chunk program. decode_steps: the most a decode program runs. prefill:
     how chunks attend that begin at position 0, resolved (prefill.py), and `in_parts` says that the others do so too
     (ops/chunk_attention.py). least_rows: of the smallest decode program. snapshots: slots of memories beside those of
-    requests (snapshots.py). platform, few_bits: what chunks are cut and dealt for, and the weights in few bits among
+    requests (snapshots.py). bundles: of pages in the host's
+    memory (host_pages.py). platform, few_bits: what chunks are cut and dealt for, and the weights in few bits among
     what they read.
     """
 
@@ -30,6 +31,7 @@ class RunnerConfig:
     prefill: str = "pages"
     least_rows: int = 1
     snapshots: int = 0
+    bundles: int = 0
     platform: Literal["cpu", "gpu"] = "gpu"
     few_bits: tuple[FewBits, ...] = ()
     in_parts: bool = False

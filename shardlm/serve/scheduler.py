@@ -180,7 +180,9 @@ class Scheduler:
             for row in rows:
                 if row.tokens is not None or not self.config.drafts:  # else where it ends is known when it lands
                     self._holdings.drop(row.request)
-        batch = ScheduledBatch(kind, self._batches, steps, tuple(rows), table, *self._holdings.copies())
+        batch = ScheduledBatch(
+            kind, self._batches, steps, tuple(rows), table, *self._holdings.copies(), self._holdings.moves()
+        )
         self._batches += 1
         self._in_flight.append(batch)
         return batch

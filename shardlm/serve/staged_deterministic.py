@@ -19,7 +19,8 @@ class StagedDeterministicRunner(DeterministicRunner, StagedRunner):
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         begin = functools.partial(stage_rows.begin, self.config.decode_steps, self.model.config.embed_dim)
         steps = stage_programs.Steps(begin, stage_rows.step, stage_rows.last_step, stage_rows.end)
-        work = self._edits_of_last() | self._writers() | self._copiers() | self._step_shapes(steps, self._where())
+        work = self._edits_of_last() | self._writers() | self._copiers() | self._movers()
+        work |= self._step_shapes(steps, self._where())
         return {key: one for key, one in work.items() if self._here[key[-1]]}
 
     @property

@@ -22,6 +22,7 @@ from shardlm.serve import stage_drafts, stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.carry import alone, carry, is_here
 from shardlm.serve.followers import told
+from shardlm.serve.host_pages import Move
 from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
 from shardlm.serve.memory_copies import NO_COPIES, copier
 from shardlm.serve.programs import ChunkRows
@@ -156,12 +157,16 @@ class StagedRunner(Runner):
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """The stage is last in each key."""
-        work = self._edits_of_last() | self._writers() | self._copiers()
+        work = self._edits_of_last() | self._writers() | self._copiers() | self._movers()
         for rows in self.group_sizes:
             work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
         for key, how in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, how)
         return {key: one for key, one in work.items() if self._here[key[-1]]}
+
+    @property
+    def _states(self) -> list[tuple[Any, Mesh]]:
+        return [(state, stage.mesh) for state, stage in zip(self._state, self.stages, strict=True)]
 
     def _copiers(self) -> dict[Any, tuple[Callable, tuple]]:
         rules, work = self.model.execution.rules, {}
@@ -269,6 +274,10 @@ class StagedRunner(Runner):
         for s, launcher in enumerate(self._launchers):
             made = launcher.submit(functools.partial(call, s, made))
         return made
+
+    def _moved(self, s: int, moves: Sequence[Move]) -> None:
+        if self._here[s]:
+            self._state[s] = self._bundles[s].moved(self._programs, s, self._state[s], moves)
 
     def _copied(self, pairs: np.ndarray) -> Later:
         def call(s: int) -> None:

@@ -18,6 +18,7 @@ from shardlm.models.llama import LlamaConfig
 from shardlm.rules import Rules
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.engine import Engine
+from shardlm.serve.host_pages import HostPages
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.pool_size import sized
@@ -54,17 +55,18 @@ def of_model(
     cuts=None,
     least=2,
     snapshots=0,
+    bundles=0,
 ) -> Engine:
     """An engine with pages of 4 tokens; `pages` with the scrap page. `speculative`: a SpeculativeConfig. `least`: rows
     of the smallest decode program, two as on GPUs; where there are as many as `rows`, but one is compiled. `snapshots`:
-    of memories, each of which has to save two pages."""
+    of memories, each of which has to save two pages. `bundles`: of pages in the host's memory."""
     drafts = speculative.num_speculative_tokens if speculative else 0
     decoded, draft = most_decoded(steps, drafts), draft or by_modules(speculative, model)
     layout, *beside = (
         dataclasses.replace(layout, num_pages=pages) for layout in layouts_of(model, draft, length, 4, decoded, drafts)
     )
     how = {"platform": "cpu", "in_parts": in_parts}
-    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, snapshots, **how)
+    sizes = RunnerConfig(layout, 4, rows, tokens, length, steps, prefill, least, snapshots, bundles, **how)
     beside = [sizes.as_own(layout) for layout in beside]
     proposer = make_proposer(speculative, draft, sizes, *beside) if speculative else ()
     runner = runner_of(model, params, mesh, sizes, *proposer)
@@ -79,7 +81,7 @@ def of_model(
         "longest_step": config.longest_step,
         "caching": caching,
     }
-    table = PageTable(pages, 4, **how, snapshots=kept)
+    table = PageTable(pages, 4, **how, snapshots=kept, host=HostPages(bundles) if bundles else None)
     return Engine(runner, Scheduler(config, table), TOKENIZER, [END])
 
 

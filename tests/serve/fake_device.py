@@ -43,6 +43,7 @@ class FakeDevice:
         self.memories: list[tuple] | None = [()] * (max_rows + 1 + copies) if memories else None
         self.slots: list[list[int]] = [[] for _ in range(max_rows)]  # of each slot, the last sampled token included
         self.queue: list = []
+        self.host: dict[int, list[np.ndarray]] = {}  # of each bundle in the host's memory, what its pages held
 
     def dispatch(self, batch, begun=()) -> None:
         """`begun`: ids of requests that hold pages and have had no row yet."""
@@ -79,6 +80,7 @@ class FakeDevice:
         """(batch, tokens, how many of each row count) of the oldest batch dispatched. A step writes what all rows have
         to before any row reads."""
         batch, known, attempts = self.queue.pop(0)
+        self._move(batch.moves)
         self._copy(batch.restored)
         out = np.full((len(batch.rows) + 1, batch.width + 1), -1)  # a padded row, as buckets have
         for index, row in enumerate(batch.rows):
@@ -112,6 +114,15 @@ class FakeDevice:
                     made[index] += len(new)
         self._copy(batch.saved)
         return batch, out, np.array(made)
+
+    def _move(self, moves) -> None:
+        for move in moves:
+            if move.saves:
+                self.host[move.bundle] = [self.pool[page].copy() for page in move.pages]
+                continue
+            for page, held in zip(move.pages, self.host[move.bundle], strict=True):
+                if page:
+                    self.pool[page], self.writer[page] = held, None
 
     def _copy(self, pairs) -> None:
         for old, new in pairs:

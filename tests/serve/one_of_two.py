@@ -13,7 +13,9 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "decode_steps": 2}
-PROMPTS = [[1, 2, 3, 4, 5], list(range(40)), [7, 8]]
+# Of pages there are those of the longest request, and more in the host's memory.
+SIZES |= {"kv_cache_bytes": 17 * 1024, "kv_offloading_size": 0.01}
+PROMPTS = [[1, 2, 3, 4, 5], list(range(40)), [7, 8], list(range(60, 98))]
 
 
 def replies(llm: LLM) -> dict:
@@ -22,6 +24,7 @@ def replies(llm: LLM) -> dict:
     sampled = SamplingParams(seed=3, max_tokens=6, ignore_eos=True, repetition_penalty=1.5)
     outputs = [llm.generate(PROMPTS, params, use_tqdm=False) for params in (greedy, sampled)]
     tokens = [[output.outputs[0].token_ids for output in found] for found in outputs]
+    assert llm.engine.stats().pages_loaded > 0
     return {"tokens": tokens, "score": llm.score([PROMPTS[1]])[0], "embedding": llm.embed([PROMPTS[0]])[0]}
 
 

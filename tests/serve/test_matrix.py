@@ -52,7 +52,7 @@ BUILT = {
     "drafts": (None, "ngram", "mtp"),
     "least_rows": (1, 2),  # of the decode programs: on CPUs and on GPUs (build.py)
 }
-HELD = {"caching": (True, False), "chunked": (True, False), "few_pages": (True, False)}
+HELD = {"caching": (True, False), "chunked": (True, False), "few_pages": (True, False), "offloaded": (True, False)}
 ASKED = {
     "random": (False, True),
     "logprobs": (None, 0, 2),
@@ -70,6 +70,7 @@ LENGTH, PAGE, WINDOW = 40, 4, 6
 MEMORY = DeltaNetConfig(num_heads=8, num_kv_heads=4, head_dim=8, value_dim=8)
 PROMPT = TOKENIZER.encode('{"name": "ab", "age": 12, x: true}' * 2)[:21]
 BESIDE = [*PROMPT[:14], *TOKENIZER.encode("né日")]  # begins alike
+FLOOD = [*reversed(PROMPT), *PROMPT[:6]]
 CLOSE = 2e-4  # of log-probabilities in float32
 
 
@@ -150,6 +151,7 @@ def runners_of(build: dict) -> list:
         max_num_batched_tokens=32,
         block_size=PAGE,
         decode_steps=4,
+        kv_offloading_size=0.01,
         **({"enable_lora": True, "max_loras": 2, "max_lora_rank": 3} if build["adapters"] == "several" else {}),
     )
     with decoding_from(build["least_rows"]):
@@ -162,6 +164,7 @@ def engine_of(runners: list, case: dict) -> Engine | EngineGroup:
     sizes = runners[0].config
     if case["chunked"]:
         sizes = dataclasses.replace(sizes, max_batch_tokens=8)
+    sizes = dataclasses.replace(sizes, bundles=2 * case["offloaded"])
     if case["few_pages"]:
         longest = sizes.layout.pages_of(
             LENGTH, PAGE, max(sizes.max_batch_tokens, most_decoded(4, 2 * bool(case["drafts"])))
@@ -228,7 +231,7 @@ def small_snapshots(monkeypatch):
 
 @pytest.mark.wide
 def test_every_pair_of_features_gives_what_the_oracle_says(small_snapshots):
-    preemptions = hits = 0
+    preemptions = hits = loaded_pages = 0
     for build, cases in engines_and_cases():
         runners, plain = runners_of(build), Oracle(opened(build, ONE), build["kv_cache_dtype"])
         several = build["adapters"] == "several"
@@ -255,6 +258,9 @@ def test_every_pair_of_features_gives_what_the_oracle_says(small_snapshots):
                 done = {output.request_id: output for _ in range(3) for output in engine.step() if output.finished}
                 assert engine.reset_prefix_cache(reset_running_requests=True)
             done |= run(engine)
+            if case["few_pages"] and case["offloaded"]:
+                engine.add("flood", FLOOD, greedy)  # takes all pages
+                done |= run(engine)
             before = engine.stats().prefix_hits
             engine.add("again", PROMPT, params, embed=case["embed"], **has)
             done |= run(engine)
@@ -267,10 +273,13 @@ def test_every_pair_of_features_gives_what_the_oracle_says(small_snapshots):
             found = engine.stats().prefix_hits - before
             shared = case["caching"] and case["prompt_logprobs"] is None
             assert shared or not found, case
-            assert found or not shared or case["few_pages"], case  # which may have no room for what was cached
+            # Few pages may have no room for what was cached, nor for the copies of memories.
+            kept = not case["few_pages"] or (case["offloaded"] and case["first"] != "memory")
+            assert found or not shared or not kept, case
+            loaded_pages += engine.stats().pages_loaded
             preemptions, hits = preemptions + engine.stats().preemptions, hits + found
             engine.update_weights(old)
-    assert preemptions and hits
+    assert preemptions and hits and loaded_pages
 
 
 def test_what_does_not_go_together_is_refused_by_name():

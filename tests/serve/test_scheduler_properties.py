@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shardlm.layers.page_layout import PageLayout
 from shardlm.serve.chunk_programs import Cuts
+from shardlm.serve.host_pages import HostPages
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import UNBOUNDED, Request, Status
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -57,6 +58,7 @@ class Serving(RuleBasedStateMachine):
         seed=st.integers(0, 100),
         snapshots=st.sampled_from((None, None, 0, 1, 2, 5)),
         tail=st.integers(0, 3),
+        bundles=st.sampled_from((None, None, 1, 2, 5)),
     )
     def start(
         self,
@@ -72,6 +74,7 @@ class Serving(RuleBasedStateMachine):
         seed,
         snapshots,
         tail,
+        bundles,
     ):
         """`snapshots`: None for a model that remembers by pages alone, as those do that have entries."""
         windows, strides = zip(*groups, strict=True)
@@ -85,6 +88,7 @@ class Serving(RuleBasedStateMachine):
         least = PageLayout(0, windows, (), strides=strides).pages_of(MAX_MODEL_LEN, page_size, step)
         kept = Snapshots(max_rows + 1, snapshots, page_size, page_size, tail) if snapshots and caching else None
         sizes = {"windows": windows, "strides": strides, "longest_step": step, "caching": caching, "snapshots": kept}
+        sizes["host"] = HostPages(bundles) if bundles and caching else None
         self.pages = PageTable(1 + least + spare_pages, page_size, **sizes)
         self.scheduler = Scheduler(config, self.pages)
         self.device = FakeDevice(self.pages, max_rows, drafts, memories)

@@ -87,6 +87,12 @@ class Metrics:
         yield from self._of_each(
             "shardlm:failed_batches_total", "counter", [one.failed_batches for one in each], failed
         )
+        moved = {
+            "saved": ([one.pages_saved for one in each], "Pages that were copied to the host's memory."),
+            "loaded": ([one.pages_loaded for one in each], "Pages that the prefix cache had from there."),
+        }
+        for how, (values, meaning) in moved.items():
+            yield from self._of_each(f"shardlm:kv_offload_{how}_pages_total", "counter", values, meaning)
         if stats.speculation is not None:
             yield from self._drafts([one.speculation for one in each])
 

@@ -66,5 +66,11 @@ class DraftModelProposer:
     def observe(self, params, state, rows, tokens, accepted, hidden):
         return state
 
+    def pages(self, state):
+        return state
+
+    def with_pages(self, state, pages):
+        return pages
+
     def copied(self, state, pairs):
         return copy_memories(self.layout, self.model.execution.rules, state, pairs)

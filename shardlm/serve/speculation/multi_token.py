@@ -68,6 +68,12 @@ class MultiTokenProposer:
         hidden = jnp.zeros((self.modules, rows, width), self.model.execution.dtype)
         return State(make_pages(self.model, self.layout, self.page_size), hidden, jnp.zeros(rows, jnp.int32))
 
+    def pages(self, state):
+        return state.pages
+
+    def with_pages(self, state, pages):
+        return dataclasses.replace(state, pages=pages)
+
     def begin(self, state, slot, tokens):
         return state
 

@@ -24,6 +24,9 @@ class NgramProposer:
     def empty(self):
         return jnp.zeros((self.max_rows + 1, self.max_model_len), jnp.int32)
 
+    def pages(self, state):
+        return {}
+
     def begin(self, state, slot, tokens):
         return state.at[slot].set(tokens)
 

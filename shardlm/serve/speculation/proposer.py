@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 
+from shardlm.layers.context import Pages
 from shardlm.serve.programs import Chunk
 from shardlm.serve.state import Slots
 
@@ -60,6 +61,12 @@ class Proposer(Protocol):
     ) -> Tree:
         """After verification of `rows`: tokens int32 [B, 1 + K] followed the last one, of which 1 + accepted [B] count;
         hidden [B, 1 + K, D] is the model's of the last token and of the drafts."""
+
+    def pages(self, state: Tree) -> Pages:
+        """What of it are pages; {} where there are none."""
+
+    def with_pages(self, state: Tree, pages: Pages) -> Tree:
+        """With these in their place."""
 
     def copied(self, state: Tree, pairs: jax.Array) -> Tree:
         """With what its layers remember copied from slots to slots, int32 [n, 2], where they do (memory_copies.py)."""
