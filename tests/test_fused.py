@@ -47,6 +47,9 @@ class _Own:
     real = jnp.ones((3, 1), bool)
     weights = None
 
+    def rotates(self, pages, kv_name):
+        return False
+
     def attend(self, q, k, v, positions, pages, layer, **options):
         kv_heads = v.shape[2]
         spec = jax.typeof(q).sharding.spec

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.layers.lora import A
@@ -42,6 +43,11 @@ def norm_of(x: jax.Array, norm: Norm, execution: Execution) -> jax.Array | Late:
     return Late(x, norm, execution) if late else norm(x, execution)
 
 
+def late_norm(norm: Norm, execution: Execution) -> few_rows.Norm:
+    """As kernels take it."""
+    return few_rows.Norm(in_use(norm.scale, execution), norm.config.eps, norm.config.offset)
+
+
 def taken(x: jax.Array | Late) -> jax.Array:
     """As an array."""
     return x.taken if isinstance(x, Late) else x
@@ -61,6 +67,24 @@ def project_each(
         return {name: project(how, x, module, name, execution) for name, how in letters.items()}
     made = _run(few_rows.products, x, module, list(letters), execution, len(letters))
     return dict(zip(letters, made, strict=True))
+
+
+def sums_each(
+    x: jax.Array | Late, module: nnx.Module, letters: Mapping[str, str], execution: Execution
+) -> dict[str, few_rows.Sums] | None:
+    """The same before their parts are added up; None where no kernel makes them."""
+    if not _fit(x, module, list(letters), 1, execution):
+        return None
+
+    def run(x, ws, norm) -> list[jax.Array]:
+        parts, squares = few_rows.in_parts(x, ws, norm)
+        return parts if squares is None else [*parts, squares]
+
+    made = _run(run, x, module, list(letters), execution, len(letters), lead=1)
+    rows, eps = (x.x, x.norm.config.eps) if isinstance(x, Late) else (x, 0.0)
+    squares = made[-1] if isinstance(x, Late) else None
+    how = {"summed": rows.shape[-1], "eps": eps, "dtype": jnp.dtype(rows.dtype)}
+    return {name: few_rows.Sums(parts, squares, **how) for name, parts in zip(letters, made, strict=False)}
 
 
 def project_gated(x: jax.Array | Late, module: nnx.Module, activation: Activation, execution: Execution):
@@ -102,26 +126,29 @@ def _run(
     names: Sequence[str],
     execution: Execution,
     count: int,
+    lead: int = 0,
 ) -> list[jax.Array]:
-    """`kernel` on each device's rows [M, K] and weights [K, F]: `count` results, made as the first weights make."""
+    """`kernel` on each device's rows [M, K] and weights [K, F]: `count` results [M, F], made as the first weights make.
+    With `lead` so many dimensions stand before, and where rows have a norm one more result has rows alone."""
     rules, params = execution.rules, [getattr(module, name) for name in names]
     into, norm = params[0].get_metadata("into"), None
     if isinstance(x, Late):
-        of, x = x.norm, x.x
-        norm = few_rows.Norm(in_use(of.scale, execution), of.config.eps, of.config.offset)
+        norm, x = late_norm(x.norm, execution), x.x
     specs = [rules.use.spec(*p.get_metadata("names")) for p in params]
     across = tuple(axis for summed in params[0].get_metadata("names")[:into] for axis in rules.use.axes(summed))
-    assert not (across and norm), "a device has a part of what the norm is of"
+    assert not (across and (norm or lead)), "a device has a part of what the norm is of"
     rows = jax.typeof(x).sharding.spec[:-into]
 
     def local(x, arrays, norm):
         flat = [a.reshape(math.prod(a.shape[:into]), -1) for a in arrays]
         made = kernel(x.reshape(-1, flat[0].shape[0]), flat, norm)
         made = [jax.lax.psum(y, across) for y in made] if across else made
-        return [y.reshape(*x.shape[:-into], *a.shape[into:]) for y, a in zip(made, arrays, strict=False)]
+        each = [a.shape[into:] for a in arrays[:count]] + [()] * (len(made) - count)
+        return [y.reshape(*y.shape[:lead], *x.shape[:-into], *shape) for y, shape in zip(made, each, strict=True)]
 
     of_x = jax.sharding.PartitionSpec(*rows, *specs[0][:into])
-    out = [jax.sharding.PartitionSpec(*rows, *spec[into:]) for spec in specs[:count]]
+    each = [spec[into:] for spec in specs[:count]] + [()] * bool(lead and norm)
+    out = [jax.sharding.PartitionSpec(*[None] * lead, *rows, *spec) for spec in each]
     run = shard_map(local, in_specs=(of_x, specs, jax.sharding.PartitionSpec()), out_specs=out)
     arrays = [gathered(module, name, execution).astype(execution.dtype) for name in names]
     return run(jax.reshard(x, of_x), arrays, norm)

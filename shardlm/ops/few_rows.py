@@ -50,20 +50,46 @@ class Sizes(NamedTuple):
     stages: int
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """A product of rows before it is added up: parts float32 [splits, *rows, ...], and where its rows [*rows, summed]
+    have a norm the parts [splits, *rows] of their sum of squares, by whose root, of the mean, it is still to be
+    divided. `dtype` is what it is rounded to."""
+
+    parts: jax.Array
+    squares: jax.Array | None
+    summed: int = dataclasses.field(metadata={"static": True})
+    eps: float = dataclasses.field(metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def taken(self) -> jax.Array:
+        """The product [*rows, ...]."""
+        made = functools.reduce(jnp.add, self.parts)
+        if self.squares is not None:
+            inverse = jax.lax.rsqrt(functools.reduce(jnp.add, self.squares) / self.summed + self.eps)
+            made = made * inverse.reshape(*inverse.shape, *(1,) * (made.ndim - inverse.ndim))
+        return made.astype(self.dtype)
+
+
 def products(
     x: jax.Array, weights: Sequence[jax.Array], norm: Norm | None = None, *, interpret: bool = False
 ) -> list[jax.Array]:
     """x [M, K], up to MOST rows, or its norm, times each weight [K, F]: [M, F] of each in x's dtype, summed in float32.
     How sums are cut depends on the weights, and of the number of rows only on whether it is more than TILE."""
+    parts, squares = in_parts(x, weights, norm, interpret=interpret)
+    return [Sums(part, squares, x.shape[1], norm.eps if norm else 0.0, x.dtype).taken for part in parts]
+
+
+def in_parts(
+    x: jax.Array, weights: Sequence[jax.Array], norm: Norm | None = None, *, interpret: bool = False
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """The same before it is added up: the parts of each, and those of the squares (`Sums`)."""
     from shardlm.ops.few_rows_kernel import side_by_side  # Pallas takes a while to import
 
     sizes = _sizes(*x.shape, [w.shape[1] for w in weights], apart=True)
-    parts, squares = side_by_side(x, weights, norm, sizes, interpret)
-    sums = [functools.reduce(jnp.add, part) for part in parts]
-    if norm:
-        mean = functools.reduce(jnp.add, squares) / x.shape[1]
-        sums = [a * jax.lax.rsqrt(mean + norm.eps)[:, None] for a in sums]
-    return [a.astype(x.dtype) for a in sums]
+    return side_by_side(x, weights, norm, sizes, interpret)
 
 
 def gated(
