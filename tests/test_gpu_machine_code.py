@@ -11,7 +11,7 @@ import pytest
 from gpu_programs import MARKS
 
 from shardlm.bench import machine_code
-from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged
+from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged, Rotations
 from shardlm.bench.kernels import kernel_of
 from shardlm.ops import choice_kernel, delta_drafts_kernel, delta_step_kernel, states_kernel
 from shardlm.ops.delta_drafts import Few
@@ -82,6 +82,20 @@ CASES = {
     "mxfp4": Expected(FewBits(1, 4096, 14_336, FORMS["mxfp4"], True), 128 * 64, 0.42, 3, 2.4),
     "experts": Expected(FewBitsExperts(1, 2048, 768, 128, FORMS["int4"], True), 128 * 32, 0.37, 3, 5),
 }
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+@pytest.mark.parametrize("width", [128, 96])
+def test_rotation_and_pages(width, gpu):
+    """Of 64 rows, with norms: all blocks run at the same time, and nothing stands beside them in a layer."""
+    kernel = kernel_of(Rotations(64, 32, 8, width, norms=True), True)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), gpu)
+    [code] = [code for code in found if code.name.startswith("rotate_write")]
+    assert code.spilled in (0, None) and code.filled(gpu) <= (code.blocks(gpu) or 32)
+    assert code.registers is None or code.registers <= 48
+    copies = [code.name for code in found if "copy" in code.name or "scatter" in code.name]
+    assert not copies
 
 
 PAIR_OF_WEIGHTS = 2 * 64 * 32 * 2  # of 64 numbers that are summed up, 32 columns of gate and up in 16 bits

@@ -140,7 +140,7 @@ def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters, fus
     assert collectives(text) == (["all-gather"] + ["all-reduce"] * (2 * LAYERS + 1) if tensor > 1 else [])
 
 
-@pytest.mark.parametrize(("rows", "fused", "each"), [(2, 0, 15), (ROWS, 0, 15), (2, ROWS, 11), (ROWS, ROWS, 11)])
+@pytest.mark.parametrize(("rows", "fused", "each"), [(2, 0, 15), (ROWS, 0, 15), (2, ROWS, 9), (ROWS, ROWS, 9)])
 def test_a_step_is_few_kernels_and_few_waits(rows, fused, each):
     """Of one row XLA makes 20 kernels a layer, so that engines run two at least (serve/pool_size.py). At a conditional
     a GPU waits until the host has read which branch runs."""
@@ -150,9 +150,9 @@ def test_a_step_is_few_kernels_and_few_waits(rows, fused, each):
     assert [at.opcode for at in step.instructions].count("conditional") == 3
     kernels = [at.opcode for at in step.instructions if kernel(module, step, at)]
     own = [i for i, opcode in enumerate(kernels) if opcode == "custom-call"]  # two of attention, four of products
-    of_layer = 6 if fused else 2
+    of_layer = 7 if fused else 2  # and one of what is between them
     assert len(own) == of_layer * LAYERS
-    assert np.diff(own[::of_layer]).max() <= each
+    assert np.diff(own[::of_layer]).min() == each  # XLA puts some of the step's beside the first layer's
     assert len(kernels) - each * LAYERS <= 32  # the beginning, the head and sampling
 
 

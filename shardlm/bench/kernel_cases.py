@@ -97,6 +97,19 @@ class LayerProducts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rotations:
+    """What is between the projections of a token of each row and attention, layer after layer: the sums of parts, with
+    `norms` those of heads, the rotation, and what is written into pages; `fused`: by one kernel, else by XLA."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    width: int
+    norms: bool = False
+    fused: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class FewBits:
     """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does; `kernel`: by Pallas,
     else made anew before."""
@@ -155,7 +168,19 @@ class Recurrent:
         return self.value_width or self.width
 
 
-Shape = Paged | Whole | Meeting | Grouped | EightBit | LayerProducts | FewBits | FewBitsExperts | Held8 | Recurrent
+Shape = (
+    Paged
+    | Whole
+    | Meeting
+    | Grouped
+    | EightBit
+    | LayerProducts
+    | Rotations
+    | FewBits
+    | FewBitsExperts
+    | Held8
+    | Recurrent
+)
 KernelCases = Mapping[str, Shape]
 
 FORMS: Mapping[str, Groups] = MappingProxyType(
@@ -192,9 +217,18 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "chunk 4 x 512 of 4k, latents": Paged(4, 512, 4096, 16, 1, 576, value_dim=512),
         },
         "products of a layer": {
-            f"{rows} rows{'' if fused else ', apart'}": LayerProducts(rows, 4096, 32, 8, 14_336, fused)
-            for rows in (2, 16, 64)
-            for fused in (True, False)
+            **{
+                f"{rows} rows{'' if fused else ', apart'}": LayerProducts(rows, 4096, 32, 8, 14_336, fused)
+                for rows in (2, 16, 64)
+                for fused in (True, False)
+            },
+            **{
+                f"rotation and pages, {rows} rows{', norms' if norms else ''}{'' if fused else ', apart'}": Rotations(
+                    rows, 32, 8, 128, norms, fused
+                )
+                for rows, norms in ((2, False), (64, False), (64, True))
+                for fused in (True, False)
+            },
         },
         "attention": {
             **{
@@ -257,6 +291,8 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         "products of a layer": {
             "3 rows": LayerProducts(3, 64, 4, 2, 96),
             "apart": LayerProducts(3, 64, 4, 2, 96, False),
+            "rotation and pages": Rotations(3, 4, 2, 16, norms=True),
+            "rotation and pages, apart": Rotations(3, 4, 2, 16, fused=False),
         },
         "attention": {
             "backward, sinks": Whole(2, 64, 4, 2, 16, documents=3, back=True, sinks=True),
