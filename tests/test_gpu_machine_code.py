@@ -85,10 +85,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100"])
-@pytest.mark.parametrize("width", [128, 96])
-def test_rotation_and_pages(width, gpu):
+@pytest.mark.parametrize(("width", "how"), [(128, "auto"), (96, "auto"), (128, "fp8"), (128, "int8")])
+def test_rotation_and_pages(width, how, gpu):
     """Of 64 rows, with norms: all blocks run at the same time, and nothing stands beside them in a layer."""
-    kernel = kernel_of(Rotations(64, 32, 8, width, norms=True), True)
+    kernel = kernel_of(Rotations(64, 32, 8, width, norms=True, how=how), True)
     key = jax.eval_shape(lambda: jax.random.key(0))
     found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), gpu)
     [code] = [code for code in found if code.name.startswith("rotate_write")]

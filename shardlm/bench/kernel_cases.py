@@ -107,6 +107,7 @@ class Rotations:
     width: int
     norms: bool = False
     fused: bool = True
+    how: KvFormat = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +199,11 @@ _CHUNKS = {
     "1 x 2k of 26k": Paged(1, 2048, 26_624, 32, 8, 128),  # three blocks before it
     "4 x 512 of 4k": Paged(4, 512, 4096, 32, 8, 128),
 }
+_ROTATIONS = {
+    "2 rows": Rotations(2, 32, 8, 128),
+    "64 rows, norms": Rotations(64, 32, 8, 128, norms=True),
+    "64 rows, int8": Rotations(64, 32, 8, 128, how="int8"),
+}
 _PACKED = {"8 x 4k, heads of 64": Whole(8, 4096, 32, 8, 64), "4 x 8k, heads of 128": Whole(4, 8192, 32, 8, 128)}
 _MEETING = Meeting(1, 4096, 32, 8, 128)
 _EXPERTS = Grouped(16_384, 4096, 14_336, 8)
@@ -223,10 +229,8 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
                 for fused in (True, False)
             },
             **{
-                f"rotation and pages, {rows} rows{', norms' if norms else ''}{'' if fused else ', apart'}": Rotations(
-                    rows, 32, 8, 128, norms, fused
-                )
-                for rows, norms in ((2, False), (64, False), (64, True))
+                f"rotation and pages, {name}{'' if fused else ', apart'}": dataclasses.replace(own, fused=fused)
+                for name, own in _ROTATIONS.items()
                 for fused in (True, False)
             },
         },
@@ -292,6 +296,7 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "3 rows": LayerProducts(3, 64, 4, 2, 96),
             "apart": LayerProducts(3, 64, 4, 2, 96, False),
             "rotation and pages": Rotations(3, 4, 2, 16, norms=True),
+            "rotation and pages, fp8": Rotations(3, 4, 2, 16, how="fp8"),
             "rotation and pages, apart": Rotations(3, 4, 2, 16, fused=False),
         },
         "attention": {

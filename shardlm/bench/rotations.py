@@ -4,10 +4,12 @@ layer: by one kernel (ops/rotate_write.py), or by XLA."""
 import jax
 import jax.numpy as jnp
 
-from shardlm.bench.kernel import ROUNDED, Arrays, Kernel, local, named, nbytes_of
+from shardlm.bench.kernel import EIGHT_BITS, ROUNDED, Arrays, Kernel, local, named, nbytes_of
 from shardlm.bench.kernel_cases import PAGE, Rotations
 from shardlm.ops import rotate_write
 from shardlm.ops.few_rows import Norm, Sums
+from shardlm.ops.kv_format import SCALE, packed
+from shardlm.ops.paged_attention import numbers_of
 from shardlm.ops.rope import Rope, sines
 
 SPLITS, EPS = 2, 1e-6  # the parts of a projection of Llama 3 8B
@@ -38,8 +40,8 @@ def rotations(s: Rotations, on_gpu: bool) -> Kernel:
                 q, pages = step(own, pages, table, positions, valid, jnp.int32(0))
                 return pages, q
 
-            pages = {name: jnp.zeros((1 + s.rows, PAGE, s.kv_heads, s.width), dtype) for name in "kv"}
-            return jax.lax.fori_loop(0, LAYERS, layer, (pages, jnp.zeros((s.rows, 1, s.heads, s.width), dtype)))
+            pages, q = jax.lax.fori_loop(0, LAYERS, layer, (_empty(s, dtype), q[0].astype(dtype)))
+            return q, [numbers_of(pages[name], pages.get(name + SCALE), dtype) for name in "kv"]
 
         return local(run)
 
@@ -55,5 +57,15 @@ def rotations(s: Rotations, on_gpu: bool) -> Kernel:
         flops=LAYERS * 6 * s.rows * sum(counts.values()) * s.width,
         nbytes=LAYERS * (read + read // (2 * SPLITS)),
         peak="bf16",
-        allowed=ROUNDED,
+        allowed=EIGHT_BITS.get(s.how, ROUNDED),
     )
+
+
+def _empty(s: Rotations, dtype: jnp.dtype) -> dict[str, jax.Array]:
+    """A page for each row, and the scrap page."""
+    pages = {name: jnp.zeros((1 + s.rows, PAGE, s.kv_heads, s.width), dtype) for name in "kv"}
+    if s.how == "auto":
+        return pages
+    held = {name: packed(pool, s.how) for name, pool in pages.items()}
+    scales = {name + SCALE: scale for name, (_, scale) in held.items() if scale is not None}
+    return {name: pool for name, (pool, _) in held.items()} | scales

@@ -120,7 +120,8 @@ class AttentionConfig:
         norm = self.qk_norm == "none" or (self.qk_norm == "head" and self.norm.kind == "rms" and self.norm.scaled)
         more = self.norm_rotated, self.query_growth, self.clip, self.value_norm, self.indexer, self.reads
         same = self.made == "qkv" and self.value_dim == self.head_dim and self.value_scale == 1
-        return norm and same and not any(more)
+        fours = self.rope is None or (self.rope.dim or self.head_dim) % 4 == 0
+        return norm and same and fours and not any(more)
 
     @property
     def made(self) -> str:

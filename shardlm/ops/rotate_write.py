@@ -23,7 +23,8 @@ class Unrotated:
     sums    what projections make, [splits, B, T, N, H] of queries and [splits, B, T, K, H] of keys and values
     biases  [N, H] and [K, H], of all three or of none
     norms   of each head of queries and of keys, or of none
-    sines   those of the rotation and its cosines, float32 [B, T, 1, dim / 2]; None: nothing is rotated
+    sines   those of the rotation and its cosines, float32 [B, T, 1, dim / 2], an even number of which pages of 8 bits
+            take two at a time; None: nothing is rotated
     """
 
     sums: dict[str, Sums]
@@ -55,8 +56,11 @@ class Unrotated:
 
 
 def fits(pages: dict[str, jax.Array]) -> bool:
-    """Whether the kernel writes into such pools: of numbers as they are, of keys and of values."""
-    return set(pages) == {"k", "v"} and all(jnp.issubdtype(pool.dtype, jnp.floating) for pool in pages.values())
+    """Whether the kernel writes into such pools: of keys and of values, not of latents or of bits for XLA."""
+    kinds = jnp.floating, jnp.int16  # of which an element has two numbers
+    return {"k", "v"} <= set(pages) and all(
+        any(jnp.issubdtype(pool.dtype, kind) for kind in kinds) for pool in pages.values()
+    )
 
 
 def reference(

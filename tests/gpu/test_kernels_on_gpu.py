@@ -55,6 +55,7 @@ SHAPES = {
         "64 rows": LayerProducts(64, 512, 8, 2, 12_320),
         "rotation and pages": Rotations(5, 8, 2, 128),
         "rotation and pages, norms": Rotations(64, 6, 3, 80, norms=True),
+        **{f"rotation and pages, {how}": Rotations(7, 8, 2, 64, how=how) for how in ("fp8", "int8")},
     },
     "linear attention": {
         "decode": Recurrent(5, 7, 6, 2, 64, served=True),

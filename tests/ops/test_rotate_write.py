@@ -10,11 +10,20 @@ import pytest
 
 from shardlm.ops import rotate_write
 from shardlm.ops.few_rows import Norm, Sums
+from shardlm.ops.kv_format import packed
+from shardlm.ops.paged_attention import numbers_of
 from shardlm.ops.rope import Rope, sines
 from shardlm.ops.rotate_write import Unrotated
 
 PAGE = 4
-LAST = 3 * PAGE - 1  # position of a table's width
+LAST = 3 * PAGE - 1  # position in a row's pages
+# The reference rounds after each step; a number of 8 bits may be the next one.
+NEAR = {
+    "float32": {"rtol": 1e-5, "atol": 1e-5},
+    "bfloat16": {"rtol": 2**-6, "atol": 0.06},
+    "fp8": {"rtol": 2**-3, "atol": 2**-9},
+    "int8": {"rtol": 1e-5, "atol": 0.1},
+}
 
 
 def made_of(rng, rows: int, tokens: int, heads: int, kv_heads: int, width: int, positions, **how) -> Unrotated:
@@ -44,52 +53,49 @@ CASES = {
     "gemma 3": (2, 1, 4, 1, 24, {"offset": 1.0}),  # its halves are no powers of two
     "a part of the head, norms behind": (5, 1, 4, 2, 20, {"rope": Rope(dim=8), "plain": True}),
     "no rotation": (2, 1, 4, 2, 16, {"rope": None, "bias": True, "offset": 0.0}),
+    "fp8": (3, 2, 4, 2, 32, {"offset": 0.0, "held": "fp8"}),
+    "int8, a part": (3, 1, 4, 2, 24, {"rope": Rope(dim=8), "held": "int8"}),
     "bfloat16": (4, 1, 8, 4, 16, {"dtype": jnp.bfloat16, "offset": 0.0, "bias": True}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_does_what_layers_do_in_several_steps(name):
-    """The first row ends in the last position of its pages, the last one is padding, and so is what is beyond a row's
-    pages and in the scrap page."""
+    """The first row ends beyond its pages, the last one is padding, and the first page of the second is scrap."""
     rows, tokens, heads, kv_heads, width, how = CASES[name]
     rng = np.random.default_rng(0)
-    dtype = how.get("dtype", jnp.float32)
+    dtype, held = how.get("dtype", jnp.float32), how.get("held", "auto")
     positions = np.add.outer(rng.integers(0, LAST - tokens, rows), np.arange(tokens)).astype(np.int32)
-    positions[0] = LAST - 1 + np.arange(tokens)
-    valid = np.broadcast_to(np.arange(rows) < rows - 1, positions.T.shape).T.copy()
+    positions[0] = LAST - (tokens > 1) + np.arange(tokens)
+    valid = np.repeat(np.arange(rows) < rows - 1, tokens).reshape(rows, tokens)
     table = 1 + rng.permutation(rows * 3).reshape(rows, 3).astype(np.int32)
     table[1, 0] = 0
-    first, pages = 7, rows * 3 + 8
-    pools = {
-        name: jnp.asarray(rng.normal(size=(pages, PAGE, kv_heads, width)), jnp.float32).astype(dtype) for name in "kv"
-    }
+    pools = {name: jnp.asarray(rng.normal(size=(rows * 3 + 8, PAGE, kv_heads, width)), dtype) for name in "kv"}
+    if held != "auto":
+        pairs = {name: packed(pool, held) for name, pool in pools.items()}
+        pools = {name: pair[0] for name, pair in pairs.items()}
+        pools |= {f"{name}_scale": pair[1] for name, pair in pairs.items() if pair[1] is not None}
     made = made_of(rng, rows, tokens, heads, kv_heads, width, jnp.asarray(positions), **how)
-    where = *map(jnp.asarray, (table, positions, valid)), jnp.int32(first)
+    where = *map(jnp.asarray, (table, positions, valid)), jnp.int32(7)
     assert rotate_write.fits(pools)
+
     q, new = jax.jit(functools.partial(rotate_write.run, interpret=True))(made, pools, *where)
-    exact = jax.tree.map(lambda a: a, made)
-    wanted, expected = jax.jit(rotate_write.reference)(exact, pools, *where)
+    wanted, expected = jax.jit(rotate_write.reference)(made, pools, *where)
     assert q.shape == (rows, tokens, heads, width) and q.dtype == dtype
-    # The reference rounds after each step.
-    near = {"rtol": 2**-6, "atol": 0.06} if dtype == jnp.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (q, wanted)), **near)
-    for entry, pool in pools.items():
-        np.testing.assert_allclose(*(np.asarray(a[entry], np.float32) for a in (new, expected)), **near)
-        changed = np.asarray(new[entry] != pool).any(axis=(2, 3))
-        assert (
-            changed.sum()
-            == (
-                valid & (positions <= LAST) & (table[np.arange(rows)[:, None], np.minimum(positions, LAST) // PAGE] > 0)
-            ).sum()
-            > 0
-        )
-        np.testing.assert_array_equal(changed, np.asarray(expected[entry] != pool).any(axis=(2, 3)))
+    near = NEAR[how.get("held", jnp.dtype(dtype).name)]
+    np.testing.assert_allclose(q.astype(np.float32), wanted.astype(np.float32), **near)
+    page = np.take_along_axis(table, np.minimum(positions, LAST) // PAGE, axis=1)
+    count = (valid & (positions <= LAST) & (page > 0)).sum()
+    for name in "kv":
+        found, right = (numbers_of(all[name], all.get(f"{name}_scale"), jnp.float32) for all in (new, expected))
+        np.testing.assert_allclose(found, right, **near)
+        changed = np.asarray(new[name] != pools[name]).any(axis=(2, 3))
+        assert changed.sum() == count > 0
+        np.testing.assert_array_equal(changed, np.asarray(expected[name] != pools[name]).any(axis=(2, 3)))
 
 
 def test_what_pools_it_writes_into():
     pools = {name: jnp.zeros((3, PAGE, 2, 16), jnp.bfloat16) for name in "kv"}
     assert rotate_write.fits(pools)
     assert not rotate_write.fits({"k": pools["k"]})  # latents
-    assert not rotate_write.fits({name: pool.view(jnp.int16) for name, pool in pools.items()})
-    assert not rotate_write.fits(pools | {"k_scale": jnp.zeros((3, PAGE, 2, 1))})
+    assert not rotate_write.fits({name: pool.view(jnp.uint16) for name, pool in pools.items()})

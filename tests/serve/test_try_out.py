@@ -47,12 +47,13 @@ def interpreted(monkeypatch) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("attention", ["blocked", "pallas"])
-def test_replies_are_the_same(served, monkeypatch, attention):
+@pytest.mark.parametrize(("attention", "held"), [("blocked", "auto"), ("pallas", "auto"), ("pallas", "int8")])
+def test_replies_are_the_same(served, monkeypatch, attention, held):
     """With the GPUs' attention over pages, rotation and what is written into pages are one kernel too."""
     model, params, mesh = served
+    how = {"paged_attention": attention, "kv_cache": held}
     with jax.set_mesh(mesh):
-        model = ModelDef.make(model.config, dataclasses.replace(model.execution, paged_attention=attention))
+        model = ModelDef.make(model.config, dataclasses.replace(model.execution, **how))
     ran = interpreted(monkeypatch)
     said = []
     for rows in (0, 4):
