@@ -104,9 +104,9 @@ LAYER = {
     # that a block reads in a turn, and instructions for each of them (H200: 0.22 at the memory's full rate), at most.
     2: (
         (PAIR_OF_WEIGHTS // 2, 0.08),
-        (PAIR_OF_WEIGHTS // 2, 0.065),
+        (2 * PAIR_OF_WEIGHTS, 0.035),
         (PAIR_OF_WEIGHTS, 0.07),
-        (PAIR_OF_WEIGHTS // 2, 0.065),
+        (2 * PAIR_OF_WEIGHTS, 0.035),
     ),
     64: ((PAIR_OF_WEIGHTS, 0.07), (PAIR_OF_WEIGHTS, 0.05), (2 * PAIR_OF_WEIGHTS, 0.08), (PAIR_OF_WEIGHTS, 0.05)),
 }
@@ -120,15 +120,16 @@ def test_products_of_a_layer(rows, gpu):
     key = jax.eval_shape(lambda: jax.random.key(0))
     found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), gpu)
     ours = [code for code in found if code.name.startswith("few_rows")]
-    assert [code.name.split("__")[0] for code in ours] == ["few_rows", "few_rows", "few_rows_gated", "few_rows"]
+    back = "few_rows_whole" if rows == 2 else "few_rows"
+    assert [code.name.split("__")[0] for code in ours] == ["few_rows", back, "few_rows_gated", back]
     assert len(found) <= 4 + 4  # sums of parts, each with what follows it
     for code, (nbytes, most) in zip(ours, LAYER[rows], strict=True):
         assert code.spilled in (0, None)
         assert code.loop["tensor cores"] and code.loop["read 16 bytes, ahead"] and not code.loop.get("read fewer")
         assert code.blocks(gpu) is None or code.filled(gpu) <= code.blocks(gpu) * (1.5 if gpu == "a100" else 1)
-        assert code.filled(gpu) > 1.4 and (
-            code.source != "sass" or code.per_byte(nbytes) < most * (1 + (gpu == "a100"))
-        )
+        # Of whole sums there is a block for each multiprocessor, with three of its stages under way.
+        assert code.filled(gpu) > 1.4 or code.filled(gpu) * code.shared_bytes * 3 / 4 > 48_000
+        assert code.source != "sass" or code.per_byte(nbytes) < most * (1 + (gpu == "a100"))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def interpreted(monkeypatch):
 
         monkeypatch.setattr(module, name, run)
 
-    for module, name in ((few_rows, "in_parts"), (few_rows, "gated"), (rotate_write, "run"), (paged_kernel, "pallas")):
+    products = [(few_rows, name) for name in ("in_parts", "gated", "added")]
+    for module, name in (*products, (rotate_write, "run"), (paged_kernel, "pallas")):
         interpreting(module, name)
     assert fused.few_rows is few_rows
     return called

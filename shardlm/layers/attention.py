@@ -173,8 +173,8 @@ class Attention(nnx.Module):
         return found | ({INDEX: ((1, own.head_dim), "kv_heads_whole")} if (own := self.config.indexer) else {})
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, the
-        keys and values that later layers read)."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, or the
+        product that makes it, pages, the keys and values that later layers read)."""
         config, rules = self.config, execution.rules
         x = over(x, rules.act.spec("batch", "whole_seq", "embed"))
         rotates = config.plain and ctx.rotates(pages, self.kv_name)
@@ -199,7 +199,7 @@ class Attention(nnx.Module):
         # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
         out = project_back("btnv,nvd->btd", out, self, "wo", execution)
         kept = {f"{KEPT}{config.keeps}": {"k": k, "v": v}} if config.keeps and not ctx.absorbs else {}
-        return out + in_use(self.bo, execution) if config.out_bias else out, pages, kept
+        return taken(out) + in_use(self.bo, execution) if config.out_bias else out, pages, kept
 
     def _unrotated(self, x: jax.Array | Late, positions: jax.Array, execution: Execution) -> Unrotated | None:
         """What a context that rotates them attends by; None where no kernel makes it."""

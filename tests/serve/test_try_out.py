@@ -35,8 +35,8 @@ def served():
 def interpreted(monkeypatch) -> list[str]:
     """Lets a CPU run the kernels; returns the names of those that are traced, as they are."""
     ran: list[str] = []
-    kernels = (few_rows, "products"), (few_rows, "in_parts"), (few_rows, "gated"), (rotate_write, "run")
-    for module, name in (*kernels, (paged_kernel, "pallas")):
+    kernels = [(few_rows, name) for name in ("products", "in_parts", "gated", "added")]
+    for module, name in (*kernels, (rotate_write, "run"), (paged_kernel, "pallas")):
         kernel = getattr(module, name)
 
         def run(*args, kernel=kernel, name=name, **options):
