@@ -2,7 +2,9 @@
 (ops/few_rows.py): for weights in the compute dtype without adapters, up to `Execution.fused_rows` tokens, which is
 where the GPU was seen to be quicker so (serve/try_out.py). All else is `project`'s.
 
-Each device multiplies its part of the weights; where that is a part of what is summed over, sums cross devices.
+Each device multiplies its part of the weights; where that is a part of what is summed over, sums cross devices. What
+is read is normalised, and what goes back to the stream added to it, by the kernel that multiplies: `Late` and `Back`
+stand for such a norm and such a product until then.
 """
 
 import dataclasses
