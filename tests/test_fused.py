@@ -47,6 +47,9 @@ class _Own:
     real = jnp.ones((3, 1), bool)
     weights = None
 
+    def rotates(self, pages, kv_name):
+        return False
+
     def attend(self, q, k, v, positions, pages, layer, **options):
         kv_heads = v.shape[2]
         spec = jax.typeof(q).sharding.spec
@@ -63,13 +66,13 @@ def interpreted(monkeypatch):
     def interpreting(name):
         kernel = getattr(few_rows, name)
 
-        def run(*args, interpret=True):
+        def run(*args, **options):
             called.append(name)
-            return kernel(*args, interpret=interpret)
+            return kernel(*args, **options | {"interpret": True})
 
         return run
 
-    for name in ("products", "gated"):
+    for name in ("products", "gated", "added"):
         monkeypatch.setattr(fused.few_rows, name, interpreting(name))
     return called
 
@@ -91,7 +94,9 @@ def test_a_block_says_the_same(interpreted, name, spec):
         plain = said(block, x, Execution(rules))
         assert not interpreted
         made = said(block, x, Execution(rules, fused_rows=3))
-        expected = {"products"} | ({"gated"} if name in ("llama", "gelu, qk norm, bias", "two norms each") else set())
+        expected = {"products", "added"} | (
+            {"gated"} if name in ("llama", "gelu, qk norm, bias", "two norms each") else set()
+        )
         assert expected <= set(interpreted)
         assert plain.sharding.spec == made.sharding.spec
         np.testing.assert_allclose(made, plain, rtol=1e-4, atol=2e-5 * float(jnp.abs(plain).max()))

@@ -97,6 +97,20 @@ class LayerProducts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rotations:
+    """What is between the projections of a token of each row and attention, layer after layer: the sums of parts, with
+    `norms` those of heads, the rotation, and what is written into pages; `fused`: by one kernel, else by XLA."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    width: int
+    norms: bool = False
+    fused: bool = True
+    how: KvFormat = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
 class FewBits:
     """A projection whose weight is held in few bits and multiplied in bfloat16, as serving does; `kernel`: by Pallas,
     else made anew before."""
@@ -155,7 +169,19 @@ class Recurrent:
         return self.value_width or self.width
 
 
-Shape = Paged | Whole | Meeting | Grouped | EightBit | LayerProducts | FewBits | FewBitsExperts | Held8 | Recurrent
+Shape = (
+    Paged
+    | Whole
+    | Meeting
+    | Grouped
+    | EightBit
+    | LayerProducts
+    | Rotations
+    | FewBits
+    | FewBitsExperts
+    | Held8
+    | Recurrent
+)
 KernelCases = Mapping[str, Shape]
 
 FORMS: Mapping[str, Groups] = MappingProxyType(
@@ -172,6 +198,11 @@ _CHUNKS = {
     "1 x 2k of 8k": Paged(1, 2048, 8192, 32, 8, 128),
     "1 x 2k of 26k": Paged(1, 2048, 26_624, 32, 8, 128),  # three blocks before it
     "4 x 512 of 4k": Paged(4, 512, 4096, 32, 8, 128),
+}
+_ROTATIONS = {
+    "2 rows": Rotations(2, 32, 8, 128),
+    "64 rows, norms": Rotations(64, 32, 8, 128, norms=True),
+    "64 rows, int8": Rotations(64, 32, 8, 128, how="int8"),
 }
 _PACKED = {"8 x 4k, heads of 64": Whole(8, 4096, 32, 8, 64), "4 x 8k, heads of 128": Whole(4, 8192, 32, 8, 128)}
 _MEETING = Meeting(1, 4096, 32, 8, 128)
@@ -192,9 +223,16 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "chunk 4 x 512 of 4k, latents": Paged(4, 512, 4096, 16, 1, 576, value_dim=512),
         },
         "products of a layer": {
-            f"{rows} rows{'' if fused else ', apart'}": LayerProducts(rows, 4096, 32, 8, 14_336, fused)
-            for rows in (2, 16, 64)
-            for fused in (True, False)
+            **{
+                f"{rows} rows{'' if fused else ', apart'}": LayerProducts(rows, 4096, 32, 8, 14_336, fused)
+                for rows in (2, 16, 64)
+                for fused in (True, False)
+            },
+            **{
+                f"rotation and pages, {name}{'' if fused else ', apart'}": dataclasses.replace(own, fused=fused)
+                for name, own in _ROTATIONS.items()
+                for fused in (True, False)
+            },
         },
         "attention": {
             **{
@@ -257,6 +295,9 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
         "products of a layer": {
             "3 rows": LayerProducts(3, 64, 4, 2, 96),
             "apart": LayerProducts(3, 64, 4, 2, 96, False),
+            "rotation and pages": Rotations(3, 4, 2, 16, norms=True),
+            "rotation and pages, fp8": Rotations(3, 4, 2, 16, how="fp8"),
+            "rotation and pages, apart": Rotations(3, 4, 2, 16, fused=False),
         },
         "attention": {
             "backward, sinks": Whole(2, 64, 4, 2, 16, documents=3, back=True, sinks=True),

@@ -33,9 +33,11 @@ from shardlm.bench.kernel_cases import (
     Meeting,
     Paged,
     Recurrent,
+    Rotations,
     Shape,
     Whole,
 )
+from shardlm.bench.rotations import rotations
 from shardlm.flops import attention_pairs
 from shardlm.mesh import MeshSpec
 from shardlm.ops import attention, attention_pair, grouped_matmul, paged_attention
@@ -243,6 +245,7 @@ _MAKERS = {
     Grouped: _grouped,
     EightBit: _eight_bit,
     LayerProducts: weight_kernels.products_of_layer,
+    Rotations: rotations,
     FewBits: weight_kernels.few_bits,
     FewBitsExperts: weight_kernels.few_bits_experts,
     Held8: weight_kernels.held_8,

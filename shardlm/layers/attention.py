@@ -1,6 +1,8 @@
 """Grouped-query attention: projections and rotary embedding around whatever the context attends to."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -10,11 +12,14 @@ from flax import nnx
 from shardlm.errors import ShardlmError
 from shardlm.layers.block_indexer import BlockIndexer, BlockIndexerConfig
 from shardlm.layers.context import INDEX, KEPT, Context, Pages
-from shardlm.layers.fused import Late, over, project_back, project_each, taken
+from shardlm.layers.fused import Late, late_norm, over, project_back, project_each, sums_each, taken
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.norm import rms_norm
-from shardlm.ops.rope import QueryGrowth, Rope, grown, rope
+from shardlm.ops.rope import QueryGrowth, Rope, grown, rope, sines
+from shardlm.ops.rotate_write import Unrotated
+
+_LETTERS: Mapping[str, str] = MappingProxyType({"q": "btd,dnh->btnh", "k": "btd,dkh->btkh", "v": "btd,dkh->btkh"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +115,15 @@ class AttentionConfig:
         return self.num_heads * (1 if self.gate_of_head else self.value_dim) if self.gate else 0
 
     @property
+    def plain(self) -> bool:
+        """Whether all that queries, keys and values have before they meet is in ops/rotate_write.py."""
+        norm = self.qk_norm == "none" or (self.qk_norm == "head" and self.norm.kind == "rms" and self.norm.scaled)
+        more = self.norm_rotated, self.query_growth, self.clip, self.value_norm, self.indexer, self.reads
+        same = self.made == "qkv" and self.value_dim == self.head_dim and self.value_scale == 1
+        fours = self.rope is None or (self.rope.dim or self.head_dim) % 4 == 0
+        return norm and same and fours and not any(more)
+
+    @property
     def made(self) -> str:
         """Of queries, keys and values, which are made by a projection each."""
         return "q" if self.reads else "qk" if self.keys_are_values else "qkv"
@@ -159,20 +173,13 @@ class Attention(nnx.Module):
         return found | ({INDEX: ((1, own.head_dim), "kv_heads_whole")} if (own := self.config.indexer) else {})
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, pages, the
-        keys and values that later layers read)."""
+        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, or the
+        product that makes it, pages, the keys and values that later layers read)."""
         config, rules = self.config, execution.rules
         x = over(x, rules.act.spec("batch", "whole_seq", "embed"))
-        made = self.projected(x, execution)
-        v = made.pop("v", made.get("k"))
-        made = {name: self._turned(a, name, positions, execution) for name, a in made.items()}
-        q, (k, v) = made["q"], ctx.kept_by(config.reads) if config.reads else (made["k"], v)
-        if config.value_norm and not config.reads:
-            v = rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), config.norm.eps)
-        if config.value_scale != 1:
-            v = v * config.value_scale
-        if config.query_growth:
-            q = grown(q, positions, config.query_growth)
+        rotates = config.plain and ctx.rotates(pages, self.kv_name)
+        unrotated = self._unrotated(x, positions, execution) if rotates else None
+        q, k, v = (unrotated, None, None) if unrotated else self._rotated(x, positions, ctx, execution)
         options = {
             "scale": config.scale or config.head_dim**-0.5,
             "window": config.window,
@@ -192,12 +199,34 @@ class Attention(nnx.Module):
         # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
         out = project_back("btnv,nvd->btd", out, self, "wo", execution)
         kept = {f"{KEPT}{config.keeps}": {"k": k, "v": v}} if config.keeps and not ctx.absorbs else {}
-        return out + in_use(self.bo, execution) if config.out_bias else out, pages, kept
+        return taken(out) + in_use(self.bo, execution) if config.out_bias else out, pages, kept
+
+    def _unrotated(self, x: jax.Array | Late, positions: jax.Array, execution: Execution) -> Unrotated | None:
+        """What a context that rotates them attends by; None where no kernel makes it."""
+        config, each = self.config, {f"w{name}": how for name, how in _LETTERS.items()}
+        sums = sums_each(x, self, each, execution)
+        if sums is None:
+            return None
+        biases = {name: in_use(getattr(self, f"b{name}"), execution) for name in "qkv" if config.bias}
+        norms = {name: late_norm(getattr(self, f"{name}_norm"), execution) for name in "qk" if config.qk_norm == "head"}
+        turned = sines(positions, config.rope, config.head_dim) if config.rope else None
+        return Unrotated({name[1:]: one for name, one in sums.items()}, biases, norms, turned)
+
+    def _rotated(self, x: jax.Array | Late, positions: jax.Array, ctx: Context, execution: Execution):
+        """Queries [B, T, N, H], keys and values [B, T, K, H], None where they are another layer's and in pages."""
+        config, made = self.config, self.projected(x, execution)
+        v = made.pop("v", made.get("k"))
+        made = {name: self._turned(a, name, positions, execution) for name, a in made.items()}
+        q, (k, v) = made["q"], ctx.kept_by(config.reads) if config.reads else (made["k"], v)
+        if config.value_norm and not config.reads:
+            v = rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), config.norm.eps)
+        if config.value_scale != 1:
+            v = v * config.value_scale
+        return grown(q, positions, config.query_growth) if config.query_growth else q, k, v
 
     def projected(self, x: jax.Array | Late, execution: Execution) -> dict[str, jax.Array]:
         """Queries [B, T, N, H], keys and values [B, T, K, H], those that it makes."""
-        letters = {"q": "btd,dnh->btnh", "k": "btd,dkh->btkh", "v": "btd,dkh->btkh"}
-        each = {f"w{name}": letters[name] for name in self.config.made}
+        each = {f"w{name}": _LETTERS[name] for name in self.config.made}
         made = {name[1:]: a for name, a in project_each(x, self, each, execution).items()}
         if self.config.bias:
             made = {name: a + in_use(getattr(self, f"b{name}"), execution) for name, a in made.items()}

@@ -13,7 +13,7 @@ from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.compressed_attention import CompressedAttention, CompressedConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
-from shardlm.layers.fused import Late, norm_of, taken
+from shardlm.layers.fused import Back, Late, added, norm_of, taken
 from shardlm.layers.gated_streams import GatedStreams, GatedStreamsConfig
 from shardlm.layers.hyper_connections import HyperConnection, StreamsConfig
 from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
@@ -132,14 +132,14 @@ class Block(nnx.Module):
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
         if self.config.memory:
             remembered, pages, _ = self.memory(taken(first), positions, ctx, pages, layer, execution)
-            h = h + remembered
-        stream, x = x, x + checkpoint_name(self._after(h, "attention", execution), "attention_out")
+            h = taken(h) + remembered
+        stream, x = x, self._onto(x, h, "attention", execution)
         aux = {}
         if self.config.mlp.there:
             if not self.config.shares_norm:
                 first = self.before(stream if self.config.parallel else x, "mlp", execution)
             h, aux = self.mlp(first if _takes_late(self.mlp) else taken(first), ctx, execution, x)
-            x = x + checkpoint_name(self._after(h, "mlp", execution), "mlp_out")
+            x = self._onto(x, h, "mlp", execution)
         if self.config.inputs:
             own = jax.lax.dynamic_index_in_dim(ctx.inputs, layer, keepdims=False)
             x = x + self.inputs(x, own, execution)
@@ -157,20 +157,19 @@ class Block(nnx.Module):
         h, pages, kept = self.attention(
             self.before(read, "attention", execution), positions, ctx, pages, layer, execution
         )
-        x = around_attention.after(x, checkpoint_name(h, "attention_out"), weights)
+        x = around_attention.after(x, checkpoint_name(taken(h), "attention_out"), weights)
         read, weights = around_mlp.before(x, execution)
         h, aux = self.mlp(self.before(read, "mlp", execution), ctx, execution, read)
-        return around_mlp.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
+        return around_mlp.after(x, checkpoint_name(taken(h), "mlp_out"), weights), pages, aux | kept
 
     def _of_predicted(self, x, positions, ctx: Context, pages, layer, execution: Execution):
         active, predicted = self.altup.before(x, execution)
         first = self.before(active, "attention", execution)
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
-        h = active + checkpoint_name(self._after(h, "attention", execution), "attention_out")
+        h = self._onto(active, h, "attention", execution)
         h = (h + self.laurel(taken(first), execution)) / math.sqrt(2)
         made, aux = self.mlp(self.before(h, "mlp", execution), ctx, execution, h)
-        made = h + checkpoint_name(self._after(made, "mlp", execution), "mlp_out")
-        x = self.altup.after(predicted, made, execution)
+        x = self.altup.after(predicted, self._onto(h, made, "mlp", execution), execution)
         own = jax.lax.dynamic_index_in_dim(ctx.inputs, layer, keepdims=False)
         x = self.altup.with_inputs(x, self.inputs(self.altup.gate_of(x, execution), own, execution))
         return x, pages, aux | kept
@@ -182,10 +181,13 @@ class Block(nnx.Module):
         norm = getattr(self, f"{layer}_norm")
         return norm_of(x, norm, execution) if _takes_late(getattr(self, layer)) else norm(x, execution)
 
-    def _after(self, h: jax.Array, layer: str, execution: Execution) -> jax.Array:
+    def _onto(self, x: jax.Array, h: jax.Array | Back, layer: str, execution: Execution) -> jax.Array:
+        """The stream with what "attention" or "mlp" makes, after its norm and its factor."""
         if self.config.norms in ("post", "both"):
-            h = getattr(self, f"{layer}_post_norm")(h, execution)
-        return h if self.config.residual_scale == 1 else h * self.config.residual_scale
+            h = getattr(self, f"{layer}_post_norm")(taken(h), execution)
+        if self.config.residual_scale != 1:
+            h = taken(h) * self.config.residual_scale
+        return added(x, h if isinstance(h, Back) else checkpoint_name(h, f"{layer}_out"))
 
 
 def _takes_late(layer: nnx.Module) -> bool:

@@ -10,6 +10,7 @@ from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compression import Compressed
 from shardlm.ops.gated_delta import BIAS, SKIP
 from shardlm.ops.kv_format import SCALE
+from shardlm.ops.rotate_write import Unrotated
 from shardlm.ops.token_choice import Index
 from shardlm.rules import Rules, Table
 
@@ -64,9 +65,12 @@ class Context(Protocol):
         """The keys and values [B, T, K, H] of the last layer that keeps some under a name; None where they are in
         pages."""
 
+    def rotates(self, pages: Pages | None, kv_name: str) -> bool:
+        """Whether `attend` takes queries with keys and values before their rotation, with kv heads split so."""
+
     def attend(
         self,
-        q: jax.Array,
+        q: jax.Array | Unrotated,
         k: jax.Array | None,
         v: jax.Array | None,
         positions: jax.Array,
@@ -87,7 +91,8 @@ class Context(Protocol):
         positions, 0 for all before it, or those of its own `chunk`; `softcap` and `sinks` [N] are ops/attention.py's;
         `kv_name` names how the K dimension is split. Where v is None, values are the first `value_dim` of keys; where k
         is too, the `kv_heads` of another layer are in its pages. `selection`: the tokens that each query attends to,
-        None: all. Returns the heads' output [B, T, N, H] and the pages with k and v written."""
+        None: all. Where it `rotates`, q may have k and v in it, which are None then. Returns the heads' output [B, T,
+        N, H] and the pages with k and v written."""
 
     def attend_compressed(
         self,

@@ -2,7 +2,9 @@
 (ops/few_rows.py): for weights in the compute dtype without adapters, up to `Execution.fused_rows` tokens, which is
 where the GPU was seen to be quicker so (serve/try_out.py). All else is `project`'s.
 
-Each device multiplies its part of the weights; where that is a part of what is summed over, sums cross devices.
+Each device multiplies its part of the weights; where that is a part of what is summed over, sums cross devices. What
+is read is normalised, and what goes back to the stream added to it, by the kernel that multiplies: `Late` and `Back`
+stand for such a norm and such a product until then.
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from shardlm.layers.lora import A
@@ -42,9 +45,43 @@ def norm_of(x: jax.Array, norm: Norm, execution: Execution) -> jax.Array | Late:
     return Late(x, norm, execution) if late else norm(x, execution)
 
 
-def taken(x: jax.Array | Late) -> jax.Array:
+def late_norm(norm: Norm, execution: Execution) -> few_rows.Norm:
+    """As kernels take it."""
+    return few_rows.Norm(in_use(norm.scale, execution), norm.config.eps, norm.config.offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Back:
+    """x [B, T, *summed] times the weight [*summed, D] of this name, which is made where it is added to the stream."""
+
+    x: jax.Array
+    module: nnx.Module
+    name: str
+    execution: Execution
+
+    @functools.cached_property
+    def taken(self) -> jax.Array:
+        """The product [B, T, D], split as between blocks."""
+        return self._made(None)
+
+    def onto(self, stream: jax.Array) -> jax.Array:
+        """On top of the stream [B, T, D]."""
+        return self._made(stream)
+
+    def _made(self, stream: jax.Array | None) -> jax.Array:
+        kernel = lambda x, ws, norm, *onto: [few_rows.added(x, *ws, *onto)]  # noqa: E731
+        [made] = _run(kernel, self.x, self.module, [self.name], self.execution, 1, onto=stream)
+        return jax.reshard(made, self.execution.rules.act.spec("batch", "seq", "embed"))
+
+
+def taken(x: jax.Array | Late | Back) -> jax.Array:
     """As an array."""
-    return x.taken if isinstance(x, Late) else x
+    return x.taken if isinstance(x, (Late, Back)) else x
+
+
+def added(x: jax.Array, h: jax.Array | Back) -> jax.Array:
+    """x + h of the stream [B, T, D]."""
+    return h.onto(x) if isinstance(h, Back) else x + h
 
 
 def over(x: jax.Array | Late, spec: jax.sharding.PartitionSpec) -> jax.Array | Late:
@@ -63,6 +100,24 @@ def project_each(
     return dict(zip(letters, made, strict=True))
 
 
+def sums_each(
+    x: jax.Array | Late, module: nnx.Module, letters: Mapping[str, str], execution: Execution
+) -> dict[str, few_rows.Sums] | None:
+    """The same before their parts are added up; None where no kernel makes them."""
+    if not _fit(x, module, list(letters), 1, execution):
+        return None
+
+    def run(x, ws, norm) -> list[jax.Array]:
+        parts, squares = few_rows.in_parts(x, ws, norm)
+        return parts if squares is None else [*parts, squares]
+
+    made = _run(run, x, module, list(letters), execution, len(letters), lead=1)
+    rows, eps = (x.x, x.norm.config.eps) if isinstance(x, Late) else (x, 0.0)
+    squares = made[-1] if isinstance(x, Late) else None
+    how = {"summed": rows.shape[-1], "eps": eps, "dtype": jnp.dtype(rows.dtype)}
+    return {name: few_rows.Sums(parts, squares, **how) for name, parts in zip(letters, made, strict=False)}
+
+
 def project_gated(x: jax.Array | Late, module: nnx.Module, activation: Activation, execution: Execution):
     """activation(x @ gate) * (x @ up) [B, T, F] of x [B, T, D] and a module's two weights [D, F]; None where no kernel
     makes it."""
@@ -74,13 +129,32 @@ def project_gated(x: jax.Array | Late, module: nnx.Module, activation: Activatio
     return made
 
 
-def project_back(letters: str, x: jax.Array, module: nnx.Module, name: str, execution: Execution) -> jax.Array:
+def project_back(letters: str, x: jax.Array, module: nnx.Module, name: str, execution: Execution) -> jax.Array | Back:
     """x [B, T, *summed] times a weight [*summed, D] of a module: [B, T, D], split as between blocks."""
     stream = execution.rules.act.spec("batch", "seq", "embed")
     if not _fit(x, module, [name], x.ndim - 2, execution):
         return project(letters, x, module, name, execution, stream)
-    [made] = _run(few_rows.products, x, module, [name], execution, 1)
-    return jax.reshard(made, stream)
+    back = Back(x, module, name, execution)
+    if not _has_whole_sums(back):
+        [made] = _run(few_rows.products, x, module, [name], execution, 1)
+        return jax.reshard(made, stream)
+    return back.taken if _across(module, name, execution) else back
+
+
+def _across(module: nnx.Module, name: str, execution: Execution) -> tuple[str, ...]:
+    """The axes over which sums by a weight cross devices."""
+    param, rules = getattr(module, name), execution.rules
+    axes = (rules.use.axes(summed) for summed in param.get_metadata("names")[: param.get_metadata("into")])
+    return tuple(axis for each in axes for axis in each if rules.mesh.size(axis) > 1)
+
+
+def _has_whole_sums(back: Back) -> bool:
+    """Whether one program of a device makes a number of its part of the product."""
+    param, rules = getattr(back.module, back.name), back.execution.rules
+    names = zip(param.shape, param.get_metadata("names"), strict=True)
+    *summed, columns = (size // rules.mesh.size(*rules.use.axes(name)) for size, name in names)
+    rows = math.prod(back.x.shape[:2]) // rules.mesh.size(*rules.act.axes("batch"))
+    return few_rows.has_whole_sums(rows, math.prod(summed), columns)
 
 
 def _fit(x, module: nnx.Module, names: Sequence[str], into: int, execution: Execution) -> bool:
@@ -102,26 +176,32 @@ def _run(
     names: Sequence[str],
     execution: Execution,
     count: int,
+    lead: int = 0,
+    onto: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """`kernel` on each device's rows [M, K] and weights [K, F]: `count` results, made as the first weights make."""
+    """`kernel` on each device's rows [M, K] and weights [K, F]: `count` results [M, F], made as the first weights make.
+    With `lead` so many dimensions stand before, and where rows have a norm one more result has rows alone. `onto`: an
+    argument more, like the result."""
     rules, params = execution.rules, [getattr(module, name) for name in names]
     into, norm = params[0].get_metadata("into"), None
     if isinstance(x, Late):
-        of, x = x.norm, x.x
-        norm = few_rows.Norm(in_use(of.scale, execution), of.config.eps, of.config.offset)
+        norm, x = late_norm(x.norm, execution), x.x
     specs = [rules.use.spec(*p.get_metadata("names")) for p in params]
-    across = tuple(axis for summed in params[0].get_metadata("names")[:into] for axis in rules.use.axes(summed))
-    assert not (across and norm), "a device has a part of what the norm is of"
+    across = _across(module, names[0], execution)
+    assert not (across and (norm or lead or onto is not None)), "a device has a part of what is summed up"
     rows = jax.typeof(x).sharding.spec[:-into]
 
-    def local(x, arrays, norm):
+    def local(x, arrays, norm, onto):
         flat = [a.reshape(math.prod(a.shape[:into]), -1) for a in arrays]
-        made = kernel(x.reshape(-1, flat[0].shape[0]), flat, norm)
+        more = [] if onto is None else [onto.reshape(-1, flat[0].shape[1])]
+        made = kernel(x.reshape(-1, flat[0].shape[0]), flat, norm, *more)
         made = [jax.lax.psum(y, across) for y in made] if across else made
-        return [y.reshape(*x.shape[:-into], *a.shape[into:]) for y, a in zip(made, arrays, strict=False)]
+        each = [a.shape[into:] for a in arrays[:count]] + [()] * (len(made) - count)
+        return [y.reshape(*y.shape[:lead], *x.shape[:-into], *shape) for y, shape in zip(made, each, strict=True)]
 
     of_x = jax.sharding.PartitionSpec(*rows, *specs[0][:into])
-    out = [jax.sharding.PartitionSpec(*rows, *spec[into:]) for spec in specs[:count]]
-    run = shard_map(local, in_specs=(of_x, specs, jax.sharding.PartitionSpec()), out_specs=out)
+    each = [spec[into:] for spec in specs[:count]] + [()] * bool(lead and norm)
+    out = [jax.sharding.PartitionSpec(*[None] * lead, *rows, *spec) for spec in each]
+    run = shard_map(local, in_specs=(of_x, specs, jax.sharding.PartitionSpec(), out[0]), out_specs=out)
     arrays = [gathered(module, name, execution).astype(execution.dtype) for name in names]
-    return run(jax.reshard(x, of_x), arrays, norm)
+    return run(jax.reshard(x, of_x), arrays, norm, None if onto is None else jax.reshard(onto, out[0]))

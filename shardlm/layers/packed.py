@@ -60,6 +60,10 @@ class Packed:
     def kept_by(self, name):
         return self.kept[name]["k"], self.kept[name]["v"]
 
+    def rotates(self, pages, kv_name):
+        del pages, kv_name
+        return False
+
     def select(self, index, positions, pages, layer):
         del layer
         act = self.rules.act

@@ -31,6 +31,7 @@ from shardlm.ops.block_choice import BlockIndex
 from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.kv_format import order_of, pool_names
+from shardlm.ops.rotate_write import Unrotated, fits
 from shardlm.ops.short_conv import short_conv
 from shardlm.ops.text_rows import Use, follow
 from shardlm.rules import Rules
@@ -102,6 +103,11 @@ class Paged:
         del name
         return None, None
 
+    def rotates(self, pages, kv_name):
+        pages, _ = _of_heads(pages)
+        apart = self.implementation == "pallas" and not self.whole and not self.parts
+        return apart and fits(pages) and not (kv_name == "kv_heads_whole" and self._split(pages))
+
     def attend(
         self,
         q,
@@ -123,19 +129,23 @@ class Paged:
     ):
         act = self.rules.act
         heads = act.spec("batch", "whole_seq", "heads", "head_dim")
-        beside = {name: a for name, a in pages.items() if name in SLOTTED or name in INDEXES}
-        pages = {name: a for name, a in pages.items() if name not in beside}
+        pages, beside = _of_heads(pages)
         orders = {name: order_of(name, a.dtype, self.implementation) for name, a in pages.items()}
         tokens, scalar = act.spec("batch", "whole_seq"), jax.sharding.PartitionSpec()
         new = {name: a for name, a in (("k", k), ("v", v)) if a is not None}
-        over = jax.typeof(pages["k"]).sharding.spec[orders["k"].index("k")]
-        if kv_name == "kv_heads_whole" and kv_heads and over:  # other layers' heads are split, and so are the pages
+        if (
+            kv_name == "kv_heads_whole" and kv_heads and self._split(pages)
+        ):  # other layers' heads are split, and so are the pages
             new = {name: one_per_device(a, self.rules) for name, a in new.items()}
             kv_name, kv_heads = "kv_heads", self.rules.mesh.size(*act.axes("kv_heads"))
         kv = act.spec("batch", "whole_seq", kv_name, "head_dim")
         pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
         page_table, place, part = self._of_layer(layer)
         heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
+        of_q = heads
+        if isinstance(q, Unrotated):
+            of_q = q.specs(act, kv_name)
+            q = jax.tree.map(jax.reshard, q, of_q)
 
         local = OnDevice(
             implementation=self.implementation,
@@ -153,7 +163,7 @@ class Paged:
         )
         out, pages = shard_map(
             local,
-            in_specs=(heads, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads"), tokens),
+            in_specs=(of_q, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads"), tokens),
             out_specs=(heads, pools),
         )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection)
         return out, pages | beside
@@ -278,6 +288,11 @@ class Paged:
         new = {name: a for name, a in zip((name, start), kept, strict=True) if a is not None}
         return out, pages | new
 
+    def _split(self, pages: Pages) -> bool:
+        """Whether devices have a part of the kv heads each."""
+        order = order_of("k", pages["k"].dtype, self.implementation)
+        return bool(jax.typeof(pages["k"]).sharding.spec[order.index("k")])
+
     def _of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The page table [B, W] of a layer, its place among the layers that share it, and its part of that."""
         layout = self.layout
@@ -294,3 +309,9 @@ class Paged:
         axes = self.rules.act.axes("heads") or ("tensor",)
         group = self.rules.mesh.size(*axes) * local_heads // num_kv_heads  # query heads a kv head serves
         return jax.lax.axis_index(axes) * local_heads // group
+
+
+def _of_heads(pages: Pages) -> tuple[Pages, Pages]:
+    """(what layers that attend to tokens keep, what is beside it)."""
+    beside = {name: a for name, a in pages.items() if name in SLOTTED or name in INDEXES}
+    return {name: a for name, a in pages.items() if name not in beside}, beside

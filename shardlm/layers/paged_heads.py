@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.layers.context import Pages
-from shardlm.ops import block_choice, paged_attention, paged_choice
+from shardlm.ops import block_choice, paged_attention, paged_choice, rotate_write
 from shardlm.ops.attention import of_rows
 from shardlm.ops.chunk_attention import in_parts
 from shardlm.ops.kv_format import SCALE, as_heads, parts_of_page
@@ -39,16 +39,19 @@ class OnDevice:
     chunk: int
 
     def __call__(self, q, new, pages: Pages, page_table, positions, valid, place, part, sinks, selection):
-        """q [B, T, N, H] and `new` [B, T, K, H] by name, of the layer at this place and part of the pools. Returns (out
-        [B, T, N, Hv], pages)."""
+        """q [B, T, N, H] and `new` [B, T, K, H] by name, or q with these in it before their rotation and none in `new`,
+        of the layer at this place and part of the pools. Returns (out [B, T, N, Hv], pages)."""
         shapes, parts = {name: a.shape for name, a in pages.items()}, 1
         if self.kv_heads:
             parts = parts_of_page(pages["k"], self.orders["k"], self.kv_heads, q.shape[3])
             pages = {name: as_heads(a, self.orders[name], self.kv_heads, parts) for name, a in pages.items()}
         page_table, first = page_table * parts, place * self.num_pages * parts + part
-        held, narrow = widened(new, q.shape[3])
-        where = (page_table, positions, valid, first)
-        pages = paged_attention.write(pages, held, *where, implementation=self.implementation)
+        where, narrow = (page_table, positions, valid, first), 0
+        if isinstance(q, rotate_write.Unrotated):
+            q, pages = rotate_write.run(q, pages, *where)
+        else:
+            held, narrow = widened(new, q.shape[3])
+            pages = paged_attention.write(pages, held, *where, implementation=self.implementation)
         where = (page_table, positions, first)
         whole = self.whole and (not self.chunk or q.shape[1] <= self.chunk)
         if whole or (self.parts and not self.window and not self.chunk):

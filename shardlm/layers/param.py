@@ -63,7 +63,8 @@ class Execution:
     made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
     few_bits   implementation of products with weights in few bits, resolved: "dequantised" or "pallas"
                (ops/grouped_weights.py)
-    fused_rows tokens up to which projections are kernels with norm and gate (layers/fused.py); 0: none
+    fused_rows tokens up to which projections are kernels with norm and gate (layers/fused.py), and what is between them
+               and pages is one (ops/rotate_write.py); 0: none
     """
 
     rules: Rules

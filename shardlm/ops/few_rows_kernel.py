@@ -61,6 +61,30 @@ def gated_pair(
     return run(x, gate, up, *([norm.scale] if norm else []))
 
 
+def whole(x: jax.Array, weight: jax.Array, onto: jax.Array | None, sizes: Sizes, interpret: bool) -> jax.Array:
+    """[M, F] in x's dtype of x [M, K] and a weight [K, F], added to `onto` [M, F], if there is one."""
+    run = pl.pallas_call(
+        functools.partial(_whole, sizes),
+        jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype),
+        grid=(_blocks(sizes, weight),),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=sizes.stages),
+        interpret=interpret,
+        name="few_rows_whole",
+    )
+    return run(x, weight, *([] if onto is None else [onto]))
+
+
+def _whole(sizes: Sizes, x, weight, *refs):
+    *onto, out = refs
+    column, inside = _columns(sizes, pl.program_id(0), weight)
+    (made,), _ = _summed(sizes, x, (weight,), None, None, column, inside, 0)
+    row, here = _rows(sizes)
+    where, mask = (row[:, None], column[None]), _both(here, inside)
+    for stream in onto:
+        made += _load(stream.at[where], mask).astype(jnp.float32)
+    _store(out.at[where], made, mask)
+
+
 def _side_by_side(sizes: Sizes, count: int, offset: float | None, x, *refs):
     weights, rest = refs[:count], refs[count:]
     scale, out = (None, rest) if offset is None else (rest[0], rest[1:])
@@ -98,11 +122,11 @@ def _gated(sizes: Sizes, norm: tuple[float, float] | None, activation: Activatio
 
 
 def _summed(sizes: Sizes, x, weights, scale, offset, column, inside, split):
-    """(float32 [block_rows, block_columns] of each weight, [block_rows] of the squares) over the steps of one part."""
+    """(float32 [block_rows, block_columns] of each weight, [block_rows] of the squares) over the steps of one part, of
+    which `side` parts are summed up side by side."""
     row, here = _rows(sizes)
 
-    def step(i, carry):
-        sums, squares = carry
+    def one(i, sums, squares):
         k = i * sizes.step + jnp.arange(sizes.step)
         there = None if sizes.summed % sizes.step == 0 else k < sizes.summed
         factor = _load(x.at[row[:, None], k[None]], _both(here, there))
@@ -116,12 +140,23 @@ def _summed(sizes: Sizes, x, weights, scale, offset, column, inside, split):
         return tuple(a + _dot(factor, w) for a, w in zip(sums, numbers, strict=True)), squares
 
     rows, steps = _block_rows(sizes), pl.cdiv(sizes.summed, sizes.step)
-    empty = jnp.zeros((rows, sizes.block_columns), jnp.float32)
-    start = (empty,) * len(weights), jnp.zeros(rows, jnp.float32)
     share = pl.cdiv(steps, sizes.splits)
     first = split * share
     last = jnp.minimum(first + share, steps)
-    return jax.lax.fori_loop(first, last, step, start)
+    each = share // sizes.side  # without a rest (few_rows.py)
+
+    def step(i, carry):
+        parts, squares = carry
+        made = []
+        for side, sums in enumerate(parts):
+            sums, squares = one(i + side * each, sums, squares)
+            made.append(sums)
+        return tuple(made), squares
+
+    empty = jnp.zeros((rows, sizes.block_columns), jnp.float32)
+    start = ((empty,) * len(weights),) * sizes.side, jnp.zeros(rows, jnp.float32)
+    parts, squares = jax.lax.fori_loop(first, last if sizes.side == 1 else first + each, step, start)
+    return tuple(functools.reduce(jnp.add, sums) for sums in zip(*parts, strict=True)), squares
 
 
 def _blocks(sizes: Sizes, weight) -> int:

@@ -103,12 +103,17 @@ def packed(new: jax.Array, how: KvFormat) -> tuple[jax.Array, jax.Array | None]:
     new, scale = new.astype(jnp.float32), None
     if how == "int8":
         largest = jnp.max(jnp.abs(new), axis=-1, keepdims=True)
-        scale = jnp.maximum(largest, 1e-30) / _LARGEST["int8"]
+        scale = scale_of(largest)
         small = jnp.round(new / scale).astype(jnp.int8)
     else:
         small = jnp.clip(new, -_LARGEST["fp8"], _LARGEST["fp8"]).astype(jnp.float8_e4m3fn)
     pairs = small.reshape(*small.shape[:-1], small.shape[-1] // 2, 2)
     return jax.lax.bitcast_convert_type(pairs, jnp.int16), scale
+
+
+def scale_of(largest: jax.Array) -> jax.Array:
+    """Of whole numbers of 8 bits, for numbers up to `largest`."""
+    return jnp.maximum(largest, 1e-30) / _LARGEST["int8"]
 
 
 def unpacked(words: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

@@ -8,6 +8,7 @@ by operation, for the interpreter; tests hold one to the other for every byte.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -135,6 +136,22 @@ def numbers(bits: Bits, how: Numbers, compiled: bool) -> list[jax.Array]:
     if not compiled:
         return [made.plain(bits) for made in MADE[how]]
     return [_ptx(whole(made.ptx), jnp.bfloat16, bits) for made in MADE[how]]
+
+
+ROUND = 1.5 * 2**23  # to which a number is added so that the lowest bits of the sum are the nearest whole number
+
+
+def byte_of(x: jax.Array, how: Numbers) -> jax.Array:
+    """The other way: x float32 as int8 or, cut to 448, as fp8 (e4m3), the bits in an int32. Triton makes no fp8 on an
+    A100, and rounds no number to a whole one."""
+    as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    if how == "int8":
+        return as_bits(x + ROUND) & 0xFF
+    size = jnp.minimum(jnp.abs(x), 448.0)
+    bits = as_bits(size)
+    large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # to the nearest even, and bias 7 for 127
+    small = as_bits(size * 2.0**9 + ROUND) & 0xFF  # multiples of the smallest one
+    return jnp.where(size < 2.0**-6, small, large) | ((as_bits(x) >> 24) & 0x80)
 
 
 def minus(a: jax.Array, b: jax.Array, compiled: bool) -> jax.Array:

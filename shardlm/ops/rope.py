@@ -131,21 +131,32 @@ def by_logarithm(q: jax.Array, positions: jax.Array, scale: jax.Array, bias: jax
     return q * (factor + bias.astype(jnp.float32))[..., None].astype(q.dtype)
 
 
+def sines(
+    positions: jax.Array, config: Rope, head_dim: int, faster: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(sines, cosines) of the rotated pairs, with their magnitude: float32 [B, T, 1, dim / 2] of positions [B, T].
+    `faster` float32 [dim / 2]: factors on the frequencies, where they are learned."""
+    frequency = config.frequencies(head_dim)
+    frequency = frequency if faster is None else frequency * faster
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
+    return jnp.sin(angle) * config.magnitude, jnp.cos(angle) * config.magnitude
+
+
 def rope(x: jax.Array, positions: jax.Array, config: Rope, faster: jax.Array | None = None) -> jax.Array:
     """Rotates the two halves of each head's rotated dimensions by position (https://arxiv.org/abs/2104.09864, eq. 34,
     in the half-split order that Llama checkpoints of Hugging Face use). Angles and products are float32.
 
-    x [B, T, N, H], positions int32 [B, T]; returns x's shape and dtype. `faster` float32 [dim / 2]: factors on the
-    frequencies, where they are learned.
+    x [B, T, N, H], positions int32 [B, T]; returns x's shape and dtype. `faster` as `sines` has it.
     """
-    dim = config.dim or x.shape[-1]
-    frequency = config.frequencies(x.shape[-1])
-    frequency = frequency if faster is None else frequency * faster
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, dim/2]
-    sin, cos = jnp.sin(angle) * config.magnitude, jnp.cos(angle) * config.magnitude
+    return rotated(x, *sines(positions, config, x.shape[-1], faster))
+
+
+def rotated(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+    """The same by `sines`."""
+    dim = 2 * sin.shape[-1]
     first, second = jnp.split(x[..., :dim].astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return rotated if dim == x.shape[-1] else jnp.concatenate([rotated, x[..., dim:]], axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
 
 
 def rope_of_tail(x: jax.Array, positions: jax.Array, config: Rope, back: bool = False) -> jax.Array:

@@ -44,8 +44,8 @@ class EngineConfig:
     prefill_attention       of chunks of many tokens: "auto" (cuDNN on GPUs where it can, prefill.py), "whole" (of these
                             only those that begin a prompt) or "pages", so that a hit and a miss of the prefix cache
                             run the same kernel
-    fused_products          kernels of ours for projections of few tokens, with norm and gate: "on", "off", or "auto",
-                            where the GPU is seen to be quicker so (try_out.py)
+    fused_products          kernels of ours for projections of few tokens, with norm and gate, and for what is between
+                            them and pages: "on", "off", or "auto", where the GPU is seen to be quicker so (try_out.py)
     deterministic           a reply and its log-probabilities are the same bits whatever else runs (deterministic.py)
     speculative_config      drafts to verify, as a mapping with vLLM's keys (speculation/config.py); None: none
     enable_lora             room for adapters beside the weights, of which each request has one or none (adapters.py)

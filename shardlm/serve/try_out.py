@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from shardlm.compiled_together import compiled_together
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import Block
-from shardlm.layers.fused import project_back
+from shardlm.layers.fused import added, project_back
 from shardlm.layers.mlp import Mlp
 from shardlm.layers.param import Execution
 from shardlm.models.transformer import Transformer, TransformerConfig
@@ -171,10 +171,10 @@ def _of_block(block: Block, x: jax.Array, execution: Execution) -> tuple[jax.Arr
     first = block.before(x, "attention", execution)
     made = block.attention.projected(first, execution)
     attended = made["q"][..., : block.attention.config.value_dim]
-    x = x + project_back("btnv,nvd->btd", attended, block.attention, "wo", execution)
+    x = added(x, project_back("btnv,nvd->btd", attended, block.attention, "wo", execution))
     if isinstance(getattr(block, "mlp", None), Mlp):
         read = first if block.config.parallel else block.before(x, "mlp", execution)
-        x = x + block.mlp(read, None, execution)[0]
+        x = added(x, block.mlp(read, None, execution)[0])
     return x, made
 
 

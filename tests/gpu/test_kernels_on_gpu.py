@@ -19,6 +19,7 @@ from shardlm.bench.kernel_cases import (
     Meeting,
     Paged,
     Recurrent,
+    Rotations,
     Whole,
 )
 from shardlm.bench.kernel_timing import largest_error
@@ -52,6 +53,9 @@ SHAPES = {
         "5 rows": LayerProducts(5, 512, 8, 2, 6176),
         "33 rows": LayerProducts(33, 1024, 16, 4, 1120),
         "64 rows": LayerProducts(64, 512, 8, 2, 12_320),
+        "rotation and pages": Rotations(5, 8, 2, 128),
+        "rotation and pages, norms": Rotations(64, 6, 3, 80, norms=True),
+        **{f"rotation and pages, {how}": Rotations(7, 8, 2, 64, how=how) for how in ("fp8", "int8")},
     },
     "linear attention": {
         "decode": Recurrent(5, 7, 6, 2, 64, served=True),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardlm.ops import packed_numbers
-from shardlm.ops.packed_numbers import MADE, MINUS, TIMES
+from shardlm.ops.packed_numbers import MADE, MINUS, TIMES, byte_of
 
 BYTES = np.arange(256, dtype=np.uint8)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -122,3 +122,17 @@ def test_results_are_rounded_once(what, result):
     ptx = carried_out(packed_numbers.of_two(*what), two(a), two(b)).view(ml_dtypes.bfloat16)
     expected = result(a.astype(np.float64), b.astype(np.float64)).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(ptx.astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("how", ["int8", "fp8"])
+def test_bytes_are_the_nearest_numbers(how):
+    """Of all that bfloat16 has up to 448 or 127, of what lies halfway between two, and of more than there is."""
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    most, kind = (127, np.int8) if how == "int8" else (448, ml_dtypes.float8_e4m3fn)
+    x = every[np.abs(every) <= most]
+    between = np.sort(np.unique(NUMBERS[how][0][np.abs(NUMBERS[how][0].astype(np.float32)) <= most].astype(np.float32)))
+    x = np.concatenate([x, (between[1:] + between[:-1]) / 2])
+    wanted = (np.rint(x) if how == "int8" else x).astype(kind).view(np.uint8)
+    np.testing.assert_array_equal(byte_of(jnp.asarray(x), how), wanted)
+    if how == "fp8":
+        np.testing.assert_array_equal(byte_of(jnp.float32([460, -1e9, np.inf]), how), [0x7E, 0xFE, 0x7E])

@@ -12,14 +12,14 @@ from oracle import opened_of
 from small import mesh_of
 
 from shardlm.errors import ShardlmError
-from shardlm.layers import fused
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
-from shardlm.ops import few_rows
+from shardlm.ops import few_rows, paged_kernel, rotate_write
 from shardlm.serve import try_out
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.state import ModelDef
 
 SPEC = MeshSpec(tensor=2)  # of which weights lie as on GPUs (ops/cpu_einsum.py)
 
@@ -35,19 +35,25 @@ def served():
 def interpreted(monkeypatch) -> list[str]:
     """Lets a CPU run the kernels; returns the names of those that are traced, as they are."""
     ran: list[str] = []
-    for name in ("products", "gated"):
-        kernel = getattr(few_rows, name)
+    kernels = [(few_rows, name) for name in ("products", "in_parts", "gated", "added")]
+    for module, name in (*kernels, (rotate_write, "run"), (paged_kernel, "pallas")):
+        kernel = getattr(module, name)
 
-        def run(*args, kernel=kernel, name=name, interpret=True):
+        def run(*args, kernel=kernel, name=name, **options):
             ran.append(name)
-            return kernel(*args, interpret=interpret)
+            return kernel(*args, **options | {"interpret": True})
 
-        monkeypatch.setattr(fused.few_rows, name, run)
+        monkeypatch.setattr(module, name, run)
     return ran
 
 
-def test_replies_are_the_same(served, monkeypatch):
+@pytest.mark.parametrize(("attention", "held"), [("blocked", "auto"), ("pallas", "auto"), ("pallas", "int8")])
+def test_replies_are_the_same(served, monkeypatch, attention, held):
+    """With the GPUs' attention over pages, rotation and what is written into pages are one kernel too."""
     model, params, mesh = served
+    how = {"paged_attention": attention, "kv_cache": held}
+    with jax.set_mesh(mesh):
+        model = ModelDef.make(model.config, dataclasses.replace(model.execution, **how))
     ran = interpreted(monkeypatch)
     said = []
     for rows in (0, 4):
@@ -60,7 +66,8 @@ def test_replies_are_the_same(served, monkeypatch):
             engine.add(str(n), prompt, sampling)
         done = finished(engine)
         said.append({id: one.outputs[0] for id, one in done.items()})
-        assert bool(ran) == bool(rows)
+        assert ("gated" in ran) == bool(rows)
+        assert ("run" in ran) == bool(rows and attention == "pallas")
     plain, kernel = said
     for id, reply in plain.items():
         assert kernel[id].token_ids == reply.token_ids
@@ -141,7 +148,7 @@ def test_errors_of_our_own_are_not_taken_for_the_gpu_s(served, monkeypatch):
         raise AttributeError("no such name")
 
     monkeypatch.setattr(try_out, "TRIED", (2, 4))
-    monkeypatch.setattr(fused.few_rows, "products", wrong)  # which the other way does not call
+    monkeypatch.setattr(few_rows, "products", wrong)  # which the other way does not call
     with jax.set_mesh(mesh), pytest.raises(AttributeError, match="no such name"):
         try_out.seconds(model, params)
 
