@@ -23,7 +23,10 @@ _QUANTIZATION = flags.DEFINE_enum(
     "too, for each token, and 8-bit numbers are multiplied.",
 )
 _KV_CACHE = flags.DEFINE_enum(
-    "kv_cache_dtype", "auto", ["auto", "bfloat16", "fp8", "int8"], "Of keys and values that are kept; auto: dtype."
+    "kv_cache_dtype",
+    "auto",
+    ["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"],
+    "Of keys and values that are kept; auto: dtype; fp8 and fp8_e4m3 are the same.",
 )
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a page.", lower_bound=1)

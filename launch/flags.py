@@ -40,6 +40,17 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
 
 
+class Amount(flags.ArgumentParser):
+    """Of flags in the words of targets: 15T, 500k. absl refuses a flag with the message of a ValueError."""
+
+    syntactic_help = "a number such as 2e12 or 2T"
+
+    def parse(self, argument: str | float) -> float:
+        from shardlm.plan.target import parse_amount
+
+        return float(argument) if isinstance(argument, int | float) else parse_amount(argument)
+
+
 def config_name() -> str:
     """The file that --config names."""
     return _CONFIG.value or ""

@@ -19,6 +19,7 @@ from absl import flags
 from launch.auto import given, split_auto
 from launch.flags import (
     OF_SERVING,
+    Amount,
     check_writable,
     collect_rarely,
     config_name,
@@ -47,7 +48,13 @@ _TOP = flags.DEFINE_integer("top", 8, "How many meshes to show.", lower_bound=1)
 _VERIFY = flags.DEFINE_integer(
     "verify", None, "How many of the best to compile for their GPUs; by default 2, with --serve 1.", lower_bound=0
 )
-_TOKENS = flags.DEFINE_float("tokens", 0, "Length of the run; 0: what train.steps come to.", lower_bound=0)
+_TOKENS = flags.DEFINE(
+    Amount(),
+    "tokens",
+    0.0,
+    "Length of the run, such as 15T; 0: what train.steps come to.",
+    serializer=flags.ArgumentSerializer(),
+)
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
 _REPORT = flags.DEFINE_string("report", None, "Write a page with pictures to this .html file.")

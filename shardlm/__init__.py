@@ -24,3 +24,8 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'shardlm' has no attribute {name!r}")
     expect_no_driver()
     return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    """With what `__getattr__` finds, for who asks a prompt what there is."""
+    return sorted([*globals(), *_WHERE])

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import runpy
 import traceback
 import types
@@ -183,7 +184,8 @@ def _rebuild(value: Any, hint: Any, wanted: Mapping[str, Any] | str, path: str) 
         return dataclasses.replace(value, **changed)
     except (ValueError, TypeError, ShardlmError) as error:
         where = "" if path in str(error) else f"{path}: "
-        flags = " ".join(f"--config.{tree.join(path, key)}" for key in wanted)
+        named = [key for key in wanted if re.search(rf"\b{re.escape(key)}\b", str(error))]
+        flags = " ".join(f"--config.{tree.join(path, key)}" for key in named or wanted)
         raise ShardlmError(f"{where}{error} (set by {flags})") from error
 
 

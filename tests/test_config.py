@@ -133,6 +133,12 @@ def test_what_cannot_be_set_is_refused_with_its_path_and_remedy(assignment, mess
     assert message in refused(assignment)
 
 
+def test_of_several_settings_the_one_that_is_wrong_is_named():
+    assert refused("mesh.fsdp=2", "mesh.tensor=0").endswith("an axis size is positive (set by --config.mesh.tensor)")
+    both = refused("model.width=66", "model.heads=5")
+    assert both.endswith("(set by --config.model.width --config.model.heads)")
+
+
 def test_a_group_as_a_whole_and_in_part_is_refused():
     base = Example(model=Dense(), evaluation=Mesh())
     assert "given both as a whole and in part" in refused("evaluation=none", "evaluation.tensor=2", base=base)

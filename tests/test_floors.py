@@ -63,6 +63,7 @@ FLOORS = [
 ]
 NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
+    "gbnf.py",
     "sampling_params.py",
     "request.py",
     "batch.py",
@@ -126,6 +127,7 @@ def test_importing_the_package_is_cheap_and_starts_no_backend():
     code = f"import time; t = {clock}; import shardlm, sys; print({clock} - t, 'jax' in sys.modules)"
     seconds, has_jax = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
     assert float(seconds) < 1 and has_jax == "False"
+    assert {"LLM", "AsyncLLM", "SamplingParams", "load"} <= set(dir(shardlm))  # what a prompt completes
 
 
 def test_importing_every_module_starts_no_backend():

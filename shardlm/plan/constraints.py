@@ -60,8 +60,8 @@ class Constraint:
         for value in values if field in WORDS else ():
             if value.lower() not in WORDS[field]:
                 near = difflib.get_close_matches(value, WORDS[field], 1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                raise ShardlmError(f"{text}: {field} cannot be {value!r}; {hint}(known: {', '.join(WORDS[field])})")
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ShardlmError(f"{text}: {field} cannot be {value!r}{hint} (known: {', '.join(WORDS[field])})")
         return cls(field, sign, values)
 
     def allows(self, value: Any) -> bool:

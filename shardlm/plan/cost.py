@@ -138,12 +138,12 @@ class StepCost:
         kernels += [(limits.BUBBLE, self.bubble_seconds), (limits.CONTENTION, self.contention_seconds)]
         scale = busy / (self.step_seconds - self.exposed_seconds)
         parts = [Part(name, name, seconds * scale) for name, seconds in kernels]
-        total = busy
-        for axes, link, seconds in exposed:
-            name = f"communication over {axes} ({link}) that nothing hides"
-            parts.append(Part(axes.split("+")[0], name, seconds))
-            total += seconds
-        return limits.sentence(parts, total, self.repeated_seconds * scale, self.faster_matmul)
+        waits = [
+            Part(axes.split("+")[0], f"communication over {axes} ({link}){limits.UNHIDDEN}", seconds)
+            for axes, link, seconds in exposed
+        ]
+        total = busy + sum(part.seconds for part in waits)
+        return limits.sentence(parts, waits, total, self.repeated_seconds * scale, self.faster_matmul)
 
 
 @dataclasses.dataclass(frozen=True)

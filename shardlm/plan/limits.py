@@ -12,6 +12,7 @@ MATMUL, ATTENTION, MEMORY, OPTIMIZER, BUBBLE, CONTENTION = (
     "the pipeline's idle time",
     "the slowing of kernels by communication beside them",
 )
+UNHIDDEN = " that nothing hides"
 RELIEF = {
     MATMUL: "more GPUs make it less",
     ATTENTION: "shorter rows (train.seq_len) or more GPUs make it less",
@@ -39,10 +40,18 @@ class Part:
     seconds: float
 
 
-def sentence(parts: list[Part], step_seconds: float, repeated_seconds: float, faster: str = "") -> str:
-    """Of the largest part; `repeated_seconds` are those that remat spends on the forward pass a second time, `faster`
-    the products in fewer bits that the GPU has and the run does not use."""
-    largest = max(parts, key=lambda part: part.seconds)
+def sentence(
+    kernels: list[Part], waits: list[Part], step_seconds: float, repeated_seconds: float, faster: str = ""
+) -> str:
+    """Of the largest part, where `waits`, for communication by axes, are one where none is the largest by itself;
+    `repeated_seconds` are those that remat spends on the forward pass a second time, `faster` the products in fewer
+    bits that the GPU has and the run does not use."""
+    largest = max([*kernels, *waits], key=lambda part: part.seconds)
+    waiting = sum(part.seconds for part in waits)
+    if largest not in waits and waiting > largest.seconds:
+        most = max(waits, key=lambda part: part.seconds)
+        where = most.name.removesuffix(UNHIDDEN).removeprefix("communication ")
+        largest = Part(most.key, f"communication{UNHIDDEN}, {three_digits(most.seconds)} s of it {where}", waiting)
     share = largest.seconds / step_seconds
     relief = RELIEF[largest.key]
     if largest.key == MATMUL and faster:

@@ -55,7 +55,7 @@ class Ranked:
             return cost.limit
         links = {"+".join(row.axes): row.link for row in program.rows}
         exposed = [(axes, links[axes], seconds) for axes, seconds in program.exposed.items()]
-        return cost.limited_by(program.compute_seconds, exposed)
+        return cost.limited_by(program.compute_seconds + program.contention_seconds, exposed)
 
 
 def speed(one: Ranked, budget: Budget, basis: Basis) -> dict[str, float | None]:

@@ -68,6 +68,14 @@ def parse_target(text: str) -> TrainingTarget | ServingTarget:
     return target
 
 
+def parse_amount(text: str) -> float:
+    """A number as targets have them, such as 15T. Raises ValueError for any other text."""
+    found = re.fullmatch(_NUMBER, text.strip(), re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{text!r} is no amount; write it as 500k, 2.5T, 2e12 or 2,000,000")
+    return _number(*found.groups())
+
+
 def _not_understood(text: str) -> str:
     times = ", ".join(f"{unit}s" for unit in _DAYS)
     return (

@@ -94,6 +94,8 @@ class EngineConfig:
         choices = (*QUANTIZATIONS, PUBLISHED, "dtype")
         if self.quantization not in (None, *choices):
             raise ShardlmError(f"quantization={self.quantization!r}; choose from {', '.join(choices)}, or None")
+        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of it
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         if self.kv_cache_dtype not in get_args(KvFormat):
             raise ShardlmError(f"kv_cache_dtype={self.kv_cache_dtype!r}; choose from {', '.join(get_args(KvFormat))}")
         if self.kv_offloading_size is not None and not self.enable_prefix_caching:

@@ -1,4 +1,4 @@
-"""Replies that are held to a JSON schema, a regular expression, a list of choices, a Lark grammar or structural tags.
+"""Replies that are held to a JSON schema, a regular expression, a list of choices, a grammar (Lark or GBNF), tags.
 
 Each step gives the tokens that may follow as bits, which `ops.batch_sampling` takes as `allowed`. The parsing is
 llguidance's (https://github.com/guidance-ai/llguidance); this file owns the tokenizer's part and the errors. No jax.
@@ -13,10 +13,11 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.gbnf import is_gbnf, lark_from_gbnf
 from shardlm.serve.structural_tags import lark_of
 from shardlm.tokenizer import Tokenizer
 
-Kind = Literal["json_schema", "regex", "choice", "lark", "structural_tag"]
+Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 
 ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's JSON mode
 # Between the parts of a JSON text. Without an end, weak models write white space for ever.
@@ -131,7 +132,7 @@ def _lowered(kind: Kind, source, special: Mapping[str, int]) -> str:
         raise ValueError(f"a {kind} is a string")
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(source)
-    return llguidance.LLMatcher.grammar_from_lark(source)
+    return llguidance.LLMatcher.grammar_from_lark(lark_from_gbnf(source) if is_gbnf(source) else source)
 
 
 def _problem(matcher: llguidance.LLMatcher) -> str:

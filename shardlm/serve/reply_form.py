@@ -325,7 +325,7 @@ class FormCompiler:
         return ReplyForm(grammar, free, limit)
 
     def _grammar(self, wish: StructuredOutputs) -> Grammar:
-        kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+        kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
         kinds["structural_tag"] = "structural_tag"
         name = next(name for name in kinds if getattr(wish, name) is not None)
         return self._grammars.compile(kinds[name], getattr(wish, name))

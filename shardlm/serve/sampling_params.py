@@ -25,8 +25,8 @@ MAX_BIASES = 300  # OpenAI's limit, and what the device has room for
 @knows_others("StructuredOutputs", STRUCTURES)
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax,
-    `structural_tag` as vLLM has it (structural_tags.py).
+    """What the text must be; exactly one is given. `json` is a schema, `grammar` in llguidance's Lark syntax
+    or as GBNF (`root ::= ...`), `structural_tag` as vLLM has it (structural_tags.py).
 
     after: the text is free until these have come, one after the other, and held to it from there. opening: it is only
     free where it begins so, after space. instead: what is held may begin with one of these, as calls of tools do, and

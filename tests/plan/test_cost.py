@@ -236,6 +236,13 @@ def test_the_limit_names_what_takes_most_and_what_helps():
     assert long.limit.startswith("attention: ")
     wide = cost(meshed(fsdp=2, tensor=32))  # over four hosts
     assert wide.limit.startswith("communication over tensor (network)") and "mesh.tensor" in wide.limit
+    one = cost()
+    exposed = [(axis, "network", one.step_seconds / 4) for axis in ("context", "fsdp")]
+    assert one.limited_by(one.step_seconds - one.exposed_seconds, exposed).startswith("matmuls: ")
+    exposed += [("pipeline+context", "network", one.step_seconds / 3), ("tensor", "NVLink", one.step_seconds / 4)]
+    said = one.limited_by(one.step_seconds - one.exposed_seconds, exposed)  # no axis takes as long as matmuls
+    assert said.startswith("communication that nothing hides, ") and "s of it over pipeline+context (network): " in said
+    assert said.endswith("fewer pipeline.rounds or stages make it less")
 
 
 def test_a_cost_takes_no_time():

@@ -88,7 +88,7 @@ def test_constraints_leave_only_what_they_allow(found):
         ("rules<=zero3", "<= compares with one number; for rules write rules=VALUE,VALUE"),
         ("mesh.tensor<=2,4", "<= compares with one number"),
         ("rules=zero3,zero4", "rules cannot be 'zero4'; did you mean zero3?"),
-        ("remat=some", "remat cannot be 'some'; (known: none, "),
+        ("remat=some", "remat cannot be 'some' (known: none, "),
         ("offload.optimizer=maybe", "offload.optimizer cannot be 'maybe'"),
     ],
 )

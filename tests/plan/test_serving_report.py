@@ -210,3 +210,12 @@ def test_a_person_looks_at_the_pictures(checked, tmp_path):
         page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         assert page.until("!tip.hidden && tip.textContent").startswith("1 requests: ")
         page_checker.look(page)
+
+
+def test_one_mesh_that_does_not_do_is_told_of_as_one():
+    refused = [{"mesh_text": "data=2", "why": "no room"}, {"mesh_text": "data=4", "why": "none"}]
+    told = {"plans": [], "plans_left_out": 0, "asked": {"request_rate": 0}}
+    assert tables.plans(told | {"refused": refused[:1]}).note.endswith(
+        "1 more does not do, for instance data=2: no room."
+    )
+    assert "2 more do not do, for instance data=2" in tables.plans(told | {"refused": refused}).note

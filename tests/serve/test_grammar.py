@@ -30,6 +30,8 @@ PERSON = {
     "$defs": {"flag": {"type": "boolean"}},
 }
 CHOICES = ["né🙂", 'b\n"\\', "ab", "abc"]
+# As vLLM's users write it; alternatives that begin a line, as xgrammar reads them, and comments with what is none.
+GBNF = 'root ::= sum # "a | b\nsum ::= term ("+" term)*\nterm ::= [0-9]{1,3} # [x]\n  | "(" sum ")"'
 LARK = 'start: sum\nsum: term ("+" term)*\nterm: /[0-9]{1,3}/ | "(" sum ")"'
 
 
@@ -56,7 +58,8 @@ CASES = [
     ("json_schema", ANY_OBJECT, lambda text: isinstance(json.loads(text), dict)),
     ("regex", "[a-c]{2,5}(日|🙂)x?", lambda text: bool(re.fullmatch("[a-c]{2,5}(日|🙂)x?", text))),
     ("choice", CHOICES, lambda text: text in CHOICES),
-    ("lark", LARK, is_sum),
+    ("grammar", LARK, is_sum),
+    ("grammar", GBNF, is_sum),
 ]
 
 
@@ -156,8 +159,14 @@ def test_many_choices_are_one_automaton():
         ("choice", [], "one string or more"),
         ("choice", ["a", 1], "one string or more"),
         ("choice", "ab", "one string or more"),
-        ("lark", "start: x", "unknown name"),
-        ("lark", {"start": "x"}, "a lark is a string"),
+        ("grammar", "start: x", "unknown name"),
+        ("grammar", {"start": "x"}, "a grammar is a string"),
+        ("grammar", "root ::= x", "Rule 'x' not found"),
+        ("grammar", 'statement ::= "x"', "No 'root' rule"),
+        ("grammar", "root ::= [a-z", "Unexpected end of input"),
+        ("grammar", f"root ::= {'(' * 3000}x{')' * 3000}\nx ::= 'a'", "nested too deeply"),
+        ("grammar", 'root ::= "a"\n' + 'x ::= "a"\n' * 512, "513 rules and .* at most 512 rules"),
+        ("grammar", f'root ::= "{"a" * 16_384}"', "16395 characters of GBNF"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(kind, source, problem):

@@ -60,5 +60,6 @@ def test_log_probabilities_and_pages(family, how, tensor, pages, measured):
 def test_what_cannot_be_held_is_refused():
     with pytest.raises(ShardlmError, match="kv_cache_dtype='int4'; choose from auto, bfloat16, fp8, int8"):
         EngineConfig(kv_cache_dtype="int4")
+    assert EngineConfig(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"  # vLLM's other name
     with pytest.raises(ShardlmError, match="heads of 7 numbers are not in pairs; choose auto"):
         held({"k": ((2, 7), "kv_heads")}, "fp8", np.float32, "blocked")

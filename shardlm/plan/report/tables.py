@@ -80,8 +80,9 @@ def _not_compiled(rows: Sequence[Data]) -> list[str]:
     tried = sum(p["status"] != "estimated" for p in rows)
     if not better:
         return []
+    were, are = ("was", "is") if better == 1 else ("were", "are")
     return [
-        f"{better} of those shown were not compiled and are estimated to take less than the "
+        f"{better} of those shown {were} not compiled and {are} estimated to take less than the "
         f"{duration(best['step_seconds'])} s of the first one's program: --verify={tried + better} compiles them too."
     ]
 

@@ -4,6 +4,7 @@ work ends when the client has gone, takes nothing any more, or has used up its t
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ _STREAM = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _EVENTS = b"text/event-stream; charset=utf-8"
 
 
+_NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 PING_SECONDS = 15.0  # between signs of life: proxies end an answer of which nothing comes for 60 seconds (nginx)
 
 
@@ -84,6 +86,13 @@ def about(error: ApiError) -> dict[str, Any]:
 Handler = Callable[[Call, Any], Awaitable[Mapping[str, Any] | Events]]
 
 
+def name_of(scope: Scope, own: str) -> str:
+    """What a request is called in the header of its answer and in the log: as its client or a proxy calls it, in
+    X-Request-Id, where that is a word, so that their logs and this one's can be put together; else `own`."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if _NAME.fullmatch(given) else own
+
+
 class Endpoint:
     """The ASGI application of one path. `handler` takes a parsed `model`. `loads`: it counts among what loads the
     server (Service.load)."""
@@ -115,7 +124,7 @@ class Endpoint:
             raise
         except Exception as error:
             if (known := as_api_error(error)) is None:
-                logging.exception("request %s failed", call.id)
+                logging.exception("request %s failed", name_of(scope, call.id))
             await answer.error(known or unforeseen())
 
     async def _request(self, scope: Scope, receive: Receive) -> msgspec.Struct:
@@ -150,7 +159,7 @@ class _Answer:
         self._scope, self._receive, self._plain_send, self._seconds, self._id = scope, receive, send, seconds, id
         self._events: Events | None = None
         self._sent = 0  # messages
-        self._ids = [(b"x-request-id", id.encode())]
+        self._ids = [(b"x-request-id", name_of(scope, id).encode())]
         if anthropic_errors.is_anthropics(scope):
             self._ids.append((b"request-id", anthropic_errors.request_id(id).encode()))
 

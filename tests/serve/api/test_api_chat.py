@@ -98,6 +98,7 @@ CASES = {
     "any object": ('{"a": [1]}', {"structured_outputs": {"json_object": True}}, "stop", 0),
     "regex": ("aab", {"structured_outputs": {"regex": "a+b"}}, "stop", 0),
     "lark": ("ab", {"guided_grammar": 'start: "a" "b"'}, "stop", 0),
+    "gbnf": ("ab", {"structured_outputs": {"grammar": 'root ::= "a" b\nb ::= "b" | "c"'}}, "stop", 0),
 }
 
 

@@ -292,3 +292,13 @@ def test_the_text_of_a_chats_prompt():
     events = client.events(CHAT, body)
     assert [event.get("prompt_text") for event in events if "prompt_text" in event] == [answer["prompt_text"]] * 2
     assert "prompt_text" in events[0] and "prompt_text" not in str(client.post(CHAT, {"messages": USER}).json())
+
+
+@pytest.mark.parametrize("body", [{"prompt": "ab"}, {"prompt": "ab", "stream": True}, {"prompt": ""}])
+def test_a_request_is_called_in_its_answer_as_its_client_calls_it(body):
+    client = Client()
+    named = client.post("/v1/completions", body, headers={"X-Request-Id": "trace-7/a"})
+    assert named.headers.get_list("x-request-id") == ["trace-7/a"]
+    for no_word in ("", "two words", "x" * 129):
+        own = client.post("/v1/completions", body, headers={"X-Request-Id": no_word}).headers["x-request-id"]
+        assert own != no_word and len(own) == 32

@@ -73,7 +73,10 @@ def plans(answer: Data) -> Table:
     left, refused = answer["plans_left_out"], answer["refused"]
     said = ["Requests and tokens of replies at the most that a replica sustains."]
     said += [f"{left:,} slower ones are left out."] if left else []
-    said += [f"{len(refused):,} more do not do, for instance {one['mesh_text']}: {one['why']}." for one in refused[:1]]
+    do = "does" if len(refused) == 1 else "do"
+    said += [
+        f"{len(refused):,} more {do} not do, for instance {one['mesh_text']}: {one['why']}." for one in refused[:1]
+    ]
     rate = answer["asked"]["request_rate"]
     by = f"GPUs for {rate:g} requests/s" if rate else "tokens of replies"
     return Table("plans", f"The best meshes by {by}", tuple(columns), tuple(rows), note=" ".join(said))
