@@ -47,7 +47,7 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
         moments.append(_joined(always, own, _around(sketch, parts)))
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     fullest = max(moments, key=_total)
-    before = parts.resting - zeros_behind(sketch, parts)
+    before = parts.resting - zeros_behind(sketch, parts) if sketch.config.unroll else 0
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or not before:
         return fullest, 0
     return fullest, min(before, _total(fullest) - max(map(_total, moments[1:])))
@@ -83,8 +83,10 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
         zeros = max((1 if sketch.passes > 1 else 4) * one.rows for one in ones) if sent else 0
     found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
-        # The sum of gradients and those of a microbatch.
-        found["gradients"] = 2 * parts.resting + parts.around if sketch.passes > 1 else parts.resting
+        # The sum of gradients and those of a microbatch. Without a loop over layers nothing is added to zeros, and a
+        # layer's gradients come as what it kept goes.
+        own = parts.resting if sketch.config.unroll else 0
+        found["gradients"] = parts.resting + own + parts.around if sketch.passes > 1 else own
         # Zeros of the gradient of layers' inputs, which are made before the loss and filled when all layers are done.
         found["inputs"] = itemsize(sketch) * _of_inputs(sketch, sketch.rules.use)
     return found

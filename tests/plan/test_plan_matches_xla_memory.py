@@ -88,7 +88,17 @@ def test_what_is_not_known_is_said():
         ("attention=xla train.seq_len=16384 train.global_batch=8", "XLA's attention"),
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4", "one array at a time or two"),
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4 train.global_batch=1", ""),
-        ("unroll=2 xla_profile=none", "unroll=2 was not compared; xla_profile=none was not compared"),
+        (
+            "unroll=2 xla_profile=none",
+            "and needed 7% more with 32 layers; xla_profile=none was not compared",
+        ),
+        ("unroll=0", "unroll=0 was compared with remat=dots"),
+        ("unroll=0 remat=dots", "needed 7% more with 32 layers"),
+        ("unroll=0 remat=dots model.num_layers=8", ""),
+        (
+            "unroll=0 remat=dots model.num_layers=8 train.accumulation=2 train.global_batch=16",
+            "unroll=0 was compared with remat=dots",
+        ),
         ("lora.rank=16 lora.base=int4", ""),
         ("lora.rank=16 train.seq_len=16384", ""),
         ("remat=dots mesh.fsdp=1 mesh.data=2 mesh.context=4 train.seq_len=16384", ""),
