@@ -43,8 +43,11 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "(8B, 12 layers, fsdp=2 x context=2 x tensor=2)": (
             config.remat == "none" and sketch.mesh.tensor > 1 and sketch.rows > 1
         ),
-        "adapters beside experts whose tokens are exchanged or latent attention were up to 31% off (3 compiled "
-        "programs)": config.lora.rank > 0 and ("all_to_all" in exchanges(sketch) or _latent(sketch)),
+        "adapters beside experts whose rows are sent or latent attention were compared over fsdp and expert with "
+        "remat=full alone": _unlike_adapted(sketch),
+        "adapters on 4 bits beside latent attention needed 19% less (1 compiled program)": (
+            config.lora.base not in ("dtype", "int8") and _latent(sketch)
+        ),
         f"adapters over data with {sketch.tokens:,.0f} tokens at a time may need up to 10% less": _between(sketch),
         f"adapters on few bits over several GPUs with no more than {FEW:,} tokens at a time were up to 8% off (2 of 5 "
         "compiled programs)": config.lora.rank > 0

@@ -150,8 +150,8 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     many = _layers_in_use(sketch, parts)
     found["weights in use"] = parts.largest * many
     come = parts.gathers and parts.experts and sketch.mesh.pipeline == 1
-    if come and sketch.adapters:  # the next layer's come before rows are multiplied, and are turned for that after them
-        found = max((found | less for less in ({"experts": 0}, {"weights in use": parts.largest})), key=_total)
+    if come and sketch.adapters:
+        found = max(adapted.with_experts(sketch, parts, found), key=_total)
         come = False
     if come and "all_to_all" not in exchanges(sketch) and not _gathers_ahead(sketch):
         found = max((found | less for less in _beside_experts(parts, found["experts"])), key=_total)
@@ -207,8 +207,8 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
     found = _joined(two, waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
-    if sketch.adapters and parts.gathers:
-        found["weights in use"] = parts.largest * _layers_in_use(sketch, parts)
+    if sketch.adapters and parts.gathers:  # experts' come when rows are there
+        found["weights in use"] = (parts.dense if parts.experts else parts.largest) * _layers_in_use(sketch, parts)
     elif sketch.adapters:
         found["streams"] -= 5 * parts.layers[-1][-1].stream
     return found
