@@ -19,7 +19,7 @@ MADE = 1.7
 GATHERED = {False: 0.6, True: 0.9}
 # Of a layer's experts, what lies ready as rows are to be multiplied: gathered, turned for the product and for the way
 # back; in 8 bits what is gathered is half as many bytes, those in 4 are unpacked first (DeepSeek V3's and Mixtral's in
-# 16 bits are six arrays of three, in 8 bits four and a half and five, in 4 six).
+# 16 bits are six arrays of three, in 8 bits four to five, in 4 four or six).
 EXPERTS = {"int8": 5 / 3}
 # Tokens of a device from which on, where gradients are summed over data, adapters' are made before the layer in front
 # is made again: with 16,384 they are, with 8,192 not (Llama 3 8B); scattered over fsdp, with neither. Between is not

@@ -231,6 +231,9 @@ VARIANTS = (
     "model.num_layers=6 model.num_experts=32 train.global_batch=8 train.seq_len=4096 train.accumulation=1",
     "mixtral_8x7b lora.rank=16 lora.base=int4 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 "
     "train.seq_len=4096 model.num_layers=8",
+    "mixtral_8x7b lora.rank=16 lora.base=int8 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 "
+    "train.seq_len=4096 model.num_layers=8",
+    "mixtral_8x7b lora.rank=16 mesh.fsdp=4 mesh.expert=2 train.global_batch=8 train.seq_len=8192 model.num_layers=6",
 )
 
 
