@@ -5,7 +5,7 @@ from the buffer assignments of such programs in tests/plan/compiled_memory.json.
 
 from collections.abc import Iterator
 
-from shardlm.plan.activations import WIDE, Kinds, Layer, itemsize, kept
+from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, kept
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 
@@ -17,6 +17,10 @@ MADE = 1.7
 # Of a layer's, what has been gathered as the head is at work, and the parts of the next layers' that will be. Where
 # tokens are exchanged over context, nearly all has been (8B with rank 8 and 16: 0.5 to 0.6; 0.86 and 0.92).
 GATHERED = {False: 0.6, True: 0.9}
+# Of a layer's experts, what lies ready as rows are to be multiplied: gathered, turned for the product and for the way
+# back; in 8 bits what is gathered is half as many bytes, those in 4 are unpacked first (DeepSeek V3's and Mixtral's in
+# 16 bits are six arrays of three, in 8 bits four to five, in 4 four or six).
+EXPERTS = {"int8": 5 / 3}
 # Tokens of a device from which on, where gradients are summed over data, adapters' are made before the layer in front
 # is made again: with 16,384 they are, with 8,192 not (Llama 3 8B); scattered over fsdp, with neither. Between is not
 # known, and this is more.
@@ -58,6 +62,24 @@ def at_head(sketch: Sketch, parts: Parts, logits: float) -> Kinds:
     if not parts.gathers:
         found |= {"mlp": 2 * one.hidden, "streams": found["streams"] + 6 * one.stream}
     return found
+
+
+def with_experts(sketch: Sketch, parts: Parts, found: Kinds) -> tuple[Kinds, Kinds]:
+    """The full moments of a layer whose experts' frozen weights are gathered, of `found` as it is without adapters: as
+    they have come and are turned for their kernels, while attention is made again; and as rows are multiplied
+    backwards, which keeps none for gradients of weights. Tokens of all devices are there when weights come. While rows
+    are sent all weights come, but of few bits gate and up alone are made into numbers."""
+    one = max((one for pattern in parts.layers for one in pattern), key=lambda layer: layer.rows)
+    base, sent, others = sketch.config.lora.base, exchanges(sketch), parts.largest - parts.experts
+    again = {"attention": one.mask + one.queries + one.keys + one.values + one.output}
+    come = again | {"experts": 0.0, "weights in use": others + EXPERTS.get(base, 2) * parts.experts}
+    backwards = again | {"experts": 4 * one.expert_hidden + 2 * one.rows, "weights in use": parts.largest}
+    if "gather" in sent:
+        come["experts"] = 2 * one.expert_hidden + 3 * one.rows
+    if "all_to_all" in sent:  # of five arrays of rows, four are zeros that are there throughout
+        backwards["experts"] = 4 * one.expert_hidden + one.rows + 3 * one.pairs
+        backwards["weights in use"] = others + parts.experts * (2 if base == "dtype" else 2 / 3)
+    return found | come, found | backwards
 
 
 def between_layers(sketch: Sketch, parts: Parts) -> Kinds:

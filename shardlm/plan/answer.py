@@ -15,6 +15,7 @@ from shardlm.plan.plan import Plan
 from shardlm.plan.ranked import Ranked
 from shardlm.plan.search import ROOM, Found, search
 from shardlm.plan.verify import verify
+from shardlm.plan.without_loop import refined
 from shardlm.topology import CHIPS
 from shardlm.train.config import RunConfig
 
@@ -54,8 +55,9 @@ def answer(
     budget: Budget | None = None,
     say: Say = silent,
 ) -> Answer:
-    """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled; where
-    nothing fits, the changes that would make it fit in the same way. What takes long is told to `say` as it begins.
+    """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled, and the best
+    of them without its loop over layers; where nothing fits, the changes that would make it fit in the same way. What
+    takes long is told to `say` as it begins.
 
     Raises ShardlmError where nothing can run at all.
     """
@@ -64,7 +66,7 @@ def answer(
     seconds = time.perf_counter() - started
     unverified = impossible(cluster) if compiled else ""
     count = 0 if unverified else compiled
-    ranked = _compiled(found.plans or _nearly(found, count), count, say)
+    ranked = refined(_compiled(found.plans or _nearly(found, count), count, say), constraints, say)
     train = config.train
     budget = budget or Budget(float(train.steps) * train.global_batch * train.seq_len)
     fits = any(one.fits for one in ranked)

@@ -17,6 +17,7 @@ from shardlm.train.config import PipelineSchedule
 FIELDS = (
     *(f"mesh.{axis}" for axis in AXES),
     *("rules", "remat", "matmul", "train.accumulation", "pipeline.schedule", "pipeline.rounds", "offload.optimizer"),
+    "unroll",
 )
 WORDS: dict[str, tuple[str, ...]] = {
     "rules": get_args(Preset),
@@ -52,9 +53,10 @@ class Constraint:
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FIELDS)}"
             raise ShardlmError(f"{text}: {field} is not searched; {hint}")
         values = tuple(value.split(","))
-        numeric = field.startswith("mesh.") or field in ("train.accumulation", "pipeline.rounds")
-        if numeric and not all(v.isdigit() and int(v) > 0 for v in values):
-            raise ShardlmError(f"{text}: {field} is a positive number")
+        numeric = field.startswith("mesh.") or field in ("train.accumulation", "pipeline.rounds", "unroll")
+        least = 0 if field == "unroll" else 1
+        if numeric and not all(v.isdigit() and int(v) >= least for v in values):
+            raise ShardlmError(f"{text}: {field} is a number of at least {least}")
         if sign != "=" and (not numeric or len(values) > 1):
             raise ShardlmError(f"{text}: {sign} compares with one number; for {field} write {field}=VALUE,VALUE")
         for value in values if field in WORDS else ():

@@ -12,6 +12,9 @@ from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
 
 SENT = 8.3  # arrays of rows that were sent to their experts, of each layer of a pattern
+# Of what a layer of Mamba 2 has while it is done backwards, what the others of its pattern have made again: what was
+# projected, and values once in float32 (Nemotron-H's pattern over context, rows of 8,192: 160 of 672 MiB each).
+READY = 1 / 4
 
 
 def at_work(sketch: Sketch, parts: Parts) -> Kinds:
@@ -33,12 +36,14 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
     one = max(pattern, key=lambda each: each.rule)
     again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and segment.repeats > 2
     by_channel = any(getattr(block.attention, "by_channel", False) for block in segment.pattern)
-    own = [block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)]
-    by_kernels = any(Rule.of(attention, sketch).kernels for attention in own)
+    by_kernels = any(Rule.of(attention, sketch).kernels for attention in _of_mamba(segment))
     late = _late(sketch, pattern, segment) if again else (one,)
     waiting = pattern if by_channel else late if by_kernels else (one,)
     rule = sum(each.rule for each in waiting) if again else max(0.0, one.rule - one.rule_kept)
     taken = sum(sum(kept(layer, sketch).values()) for layer in pattern) if copies else 0
+    if again and _in_turn(sketch, segment):
+        late, rule = (one,), one.rule + READY * (sum(each.rule for each in pattern) - one.rule)
+        taken += max(each.bias for each in pattern)
     wide = 8 * sum(layer.whole for layer in late) if by_channel and sketch.mesh.tensor > 1 else 0
     return {
         "linear attention": rule,
@@ -50,17 +55,37 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
     }
 
 
+def _in_turn(sketch: Sketch, segment: Segment) -> bool:
+    """Whether layers of Mamba 2 are done backwards one after the other, their projections made again before: where
+    tensor or context alone splits heads, of groups that devices do not share, in dense models (3 compiled programs)."""
+    alone = sketch.mesh.pipeline == 1 and _one_axis(sketch) and not exchanges(sketch)
+    return bool(_of_mamba(segment)) and alone and not _shared(sketch, segment)
+
+
 def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequence[Layer]:
     """Those whose arrays wait for the products that make weights' gradients: all, but in stages one. Of Mamba 2 two: in
     stages, where devices share groups, and where either tensor or context splits heads (9 of 20 compiled programs)."""
-    own = {block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)}
-    mesh = sketch.mesh
-    shared = any(attention.num_kv_heads % mesh.size("tensor", "context") for attention in own)
-    if not own:
-        return pattern if mesh.pipeline == 1 else (max(pattern, key=lambda one: one.rule),)
-    if shared or mesh.pipeline > 1 or (mesh.tensor > 1) != (mesh.context > 1):
+    pipelined = sketch.mesh.pipeline > 1
+    if not _of_mamba(segment):
+        return (max(pattern, key=lambda one: one.rule),) if pipelined else pattern
+    if pipelined or _shared(sketch, segment) or _one_axis(sketch):
         return sorted(pattern, key=lambda one: one.rule + one.hidden)[-2:]
     return pattern
+
+
+def _of_mamba(segment: Segment) -> set[MambaConfig]:
+    return {block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)}
+
+
+def _shared(sketch: Sketch, segment: Segment) -> bool:
+    """Whether devices share groups of its heads."""
+    ways = sketch.mesh.size("tensor", "context")
+    return any(attention.num_kv_heads % ways for attention in _of_mamba(segment))
+
+
+def _one_axis(sketch: Sketch) -> bool:
+    """Whether tensor or context splits heads, and not both."""
+    return (sketch.mesh.tensor > 1) != (sketch.mesh.context > 1)
 
 
 def _experts(sketch: Sketch, layers: Sequence[Layer]) -> float:

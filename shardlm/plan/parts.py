@@ -25,6 +25,7 @@ class Parts:
              Beside adapters frozen ones, as they are held
     largest  one layer's weights as they are used, in the compute type
     experts  of these, experts': XLA gathers them by rows and turns each for its kernel
+    dense    of the layer with most of them, all but experts
     around   float32 of embedding and head where they rest
     between  float32 of all trained weights where they rest between steps
     gathers  whether layers gather their weights
@@ -36,6 +37,7 @@ class Parts:
     turned: float
     largest: float
     experts: float
+    dense: float
     around: float
     between: float
     gathers: bool
@@ -77,6 +79,7 @@ class Parts:
             turned=first + (turned if gathers and not apart else flipped),
             largest=max(n / depth for n, depth in zip(used, layers, strict=True)),
             experts=max(n / depth for n, depth in zip(experts, layers, strict=True)),
+            dense=max((n - own) / depth for n, own, depth in zip(used, experts, layers, strict=True)),
             around=around,
             between=between,
             gathers=gathers,

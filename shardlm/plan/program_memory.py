@@ -70,7 +70,7 @@ def of_weights(sketch: Sketch) -> Iterator[Op]:
             backward += other
     how = {"count": 2 * passes, "forward": passes}
     yield Op("other", "weights and gradients", "memory", 0, forward, gradient_bytes=backward, **how)
-    if sketch.mesh.pipeline == 1:
+    if sketch.mesh.pipeline == 1 and sketch.config.unroll:
         yield _stacks(sketch)
 
 

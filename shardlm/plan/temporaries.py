@@ -47,7 +47,7 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
         moments.append(_joined(always, own, _around(sketch, parts)))
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     fullest = max(moments, key=_total)
-    before = parts.resting - zeros_behind(sketch, parts)
+    before = parts.resting - zeros_behind(sketch, parts) if sketch.config.unroll else 0
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or not before:
         return fullest, 0
     return fullest, min(before, _total(fullest) - max(map(_total, moments[1:])))
@@ -83,8 +83,10 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
         zeros = max((1 if sketch.passes > 1 else 4) * one.rows for one in ones) if sent else 0
     found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
-        # The sum of gradients and those of a microbatch.
-        found["gradients"] = 2 * parts.resting + parts.around if sketch.passes > 1 else parts.resting
+        # The sum of gradients and those of a microbatch. Without a loop over layers nothing is added to zeros, and a
+        # layer's gradients come as what it kept goes.
+        own = parts.resting if sketch.config.unroll else 0
+        found["gradients"] = parts.resting + own + parts.around if sketch.passes > 1 else own
         # Zeros of the gradient of layers' inputs, which are made before the loss and filled when all layers are done.
         found["inputs"] = itemsize(sketch) * _of_inputs(sketch, sketch.rules.use)
     return found
@@ -148,8 +150,8 @@ def _in_layers(sketch: Sketch, parts: Parts) -> Kinds:
     many = _layers_in_use(sketch, parts)
     found["weights in use"] = parts.largest * many
     come = parts.gathers and parts.experts and sketch.mesh.pipeline == 1
-    if come and sketch.adapters:  # the next layer's come before rows are multiplied, and are turned for that after them
-        found = max((found | less for less in ({"experts": 0}, {"weights in use": parts.largest})), key=_total)
+    if come and sketch.adapters:
+        found = max(adapted.with_experts(sketch, parts, found), key=_total)
         come = False
     if come and "all_to_all" not in exchanges(sketch) and not _gathers_ahead(sketch):
         found = max((found | less for less in _beside_experts(parts, found["experts"])), key=_total)
@@ -205,8 +207,8 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
     found = _joined(two, waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
-    if sketch.adapters and parts.gathers:
-        found["weights in use"] = parts.largest * _layers_in_use(sketch, parts)
+    if sketch.adapters and parts.gathers:  # experts' come when rows are there
+        found["weights in use"] = (parts.dense if parts.experts else parts.largest) * _layers_in_use(sketch, parts)
     elif sketch.adapters:
         found["streams"] -= 5 * parts.layers[-1][-1].stream
     return found

@@ -221,6 +221,7 @@ PICKED = {  # what chance left out
     "summed-tensor": _summed({"fsdp": 2, "tensor": 2}, 4, pattern=2 * DENSE),
     "summed-context": _summed({"context": 2, "tensor": 2}, 2, seq_len=4096, pattern=2 * DENSE),
     "summed-long": _summed({"fsdp": 2, "context": 2}, 4, seq_len=8192, pattern=4 * DENSE),
+    "summed-deep-tensor": _summed({"fsdp": 2, "tensor": 2}, 2, seq_len=4096, pattern=3 * DENSE),
     "summed-dots": _summed({"fsdp": 2}, 2, "dots", pattern=4 * DENSE),
     "summed-none": _summed({"data": 2}, 4, "none", 2, pattern=2 * DENSE) | {"rules": "replicated"},
     "summed-stages": _summed({"pipeline": 2}, 4, "names", 4, pattern=2 * DENSE),

@@ -213,6 +213,27 @@ VARIANTS = (
     "qwen_hybrid model.num_layers=16 mesh.fsdp=2 mesh.context=4 train.global_batch=2 train.seq_len=16384 "
     "model.vocab_size=64000",
     "qwen_hybrid model.embed_dim=2560 model.mlp_dim=9216 model.vocab_size=100000 mesh.fsdp=16 train.global_batch=16",
+    "llama3_8b remat=dots model.num_layers=8 unroll=0",
+    "llama3_8b remat=dots mesh.fsdp=1 train.global_batch=8 train.seq_len=4096 model.num_layers=16 "
+    "model.embed_dim=2048 model.num_heads=32 model.mlp_dim=8192 unroll=0",
+    "llama3_8b remat=dots model.num_layers=8 mesh.fsdp=4 mesh.tensor=2 unroll=0",
+    "llama3_8b remat=dots model.num_layers=8 mesh.fsdp=4 mesh.context=2 train.global_batch=4 unroll=0",
+    "llama3_8b remat=dots unroll=0",
+    "mixtral_8x7b lora.rank=16 lora.base=int8 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 "
+    "train.seq_len=2048 model.num_layers=8",
+    "mixtral_8x7b lora.rank=16 mesh.fsdp=2 mesh.expert=4 train.global_batch=8 train.seq_len=2048 model.num_layers=8",
+    "mixtral_8x7b lora.rank=16 lora.base=int8 mesh.fsdp=2 mesh.expert=4 train.global_batch=8 "
+    "train.seq_len=4096 model.num_layers=8",
+    "deepseek_v3 lora.rank=16 lora.base=int4 mesh.fsdp=8 mesh.expert=1 mesh.context=1 mesh.data=1 "
+    "mesh.pipeline=1 model.num_layers=6 model.num_experts=32 train.global_batch=8 train.seq_len=4096 "
+    "train.accumulation=1 model.embed_dim=5120 model.mlp_dim=12288",
+    "deepseek_v3 lora.rank=16 mesh.fsdp=2 mesh.expert=4 mesh.context=1 mesh.data=1 mesh.pipeline=1 "
+    "model.num_layers=6 model.num_experts=32 train.global_batch=8 train.seq_len=4096 train.accumulation=1",
+    "mixtral_8x7b lora.rank=16 lora.base=int4 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 "
+    "train.seq_len=4096 model.num_layers=8",
+    "mixtral_8x7b lora.rank=16 lora.base=int8 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 "
+    "train.seq_len=4096 model.num_layers=8",
+    "mixtral_8x7b lora.rank=16 mesh.fsdp=4 mesh.expert=2 train.global_batch=8 train.seq_len=8192 model.num_layers=6",
 )
 
 

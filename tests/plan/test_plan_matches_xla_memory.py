@@ -88,7 +88,17 @@ def test_what_is_not_known_is_said():
         ("attention=xla train.seq_len=16384 train.global_batch=8", "XLA's attention"),
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4", "one array at a time or two"),
         ("remat=none model.num_layers=8 mesh.fsdp=1 mesh.tensor=8 mesh.context=4 train.global_batch=1", ""),
-        ("unroll=2 xla_profile=none", "unroll=2 was not compared; xla_profile=none was not compared"),
+        (
+            "unroll=2 xla_profile=none",
+            "and needed 7% more with 32 layers; xla_profile=none was not compared",
+        ),
+        ("unroll=0", "unroll=0 was compared with remat=dots"),
+        ("unroll=0 remat=dots", "needed 7% more with 32 layers"),
+        ("unroll=0 remat=dots model.num_layers=8", ""),
+        (
+            "unroll=0 remat=dots model.num_layers=8 train.accumulation=2 train.global_batch=16",
+            "unroll=0 was compared with remat=dots",
+        ),
         ("lora.rank=16 lora.base=int4", ""),
         ("lora.rank=16 train.seq_len=16384", ""),
         ("remat=dots mesh.fsdp=1 mesh.data=2 mesh.context=4 train.seq_len=16384", ""),
@@ -109,8 +119,9 @@ def test_what_is_not_known_is_said():
     latent = Run.parse("deepseek_v3 optim.name=muon pipeline.schedule=circular")
     assert "muon was not compared with latent attention" in estimated(latent).doubt
     assert not estimated(Run.parse("mixtral_8x7b optim.name=muon model.num_layers=8")).doubt
-    exchanged = Run.parse("mixtral_8x7b lora.rank=16 mesh.fsdp=2 mesh.expert=4 train.global_batch=8")
-    assert "adapters beside experts whose tokens are exchanged" in estimated(exchanged).doubt
+    sent = "mixtral_8x7b lora.rank=16 mesh.fsdp=2 mesh.expert=4 train.global_batch=8 train.seq_len=4096"
+    assert not estimated(Run.parse(sent)).doubt
+    assert "adapters beside experts whose rows are sent" in estimated(Run.parse(f"{sent} remat=names")).doubt
     moved = estimated(Run.parse("llama3_8b offload.optimizer=True"))
     assert moved.host == pytest.approx(2 * 4 * 8_030_261_248 / 8, rel=0.01) and "optimizer" not in moved.kinds
 

@@ -83,8 +83,9 @@ def test_constraints_leave_only_what_they_allow(found):
     [
         ("mesh.tenser<=8", "mesh.tenser is not searched; did you mean mesh.tensor?"),
         ("tensor", "is no constraint; write for instance mesh.tensor<=8"),
-        ("mesh.tensor=two", "mesh.tensor is a positive number"),
-        ("mesh.tensor=0", "mesh.tensor is a positive number"),
+        ("mesh.tensor=two", "mesh.tensor is a number of at least 1"),
+        ("mesh.tensor=0", "mesh.tensor is a number of at least 1"),
+        ("unroll=no", "unroll is a number of at least 0"),
         ("rules<=zero3", "<= compares with one number; for rules write rules=VALUE,VALUE"),
         ("mesh.tensor<=2,4", "<= compares with one number"),
         ("rules=zero3,zero4", "rules cannot be 'zero4'; did you mean zero3?"),

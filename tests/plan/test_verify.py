@@ -13,11 +13,15 @@ from gpu_programs import MARKS
 from shardlm.config import load
 from shardlm.errors import ShardlmError
 from shardlm.plan import answer as answers
+from shardlm.plan import without_loop
 from shardlm.plan.answer import answer
 from shardlm.plan.apart import Failed, _result, each_apart
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.bill import CompiledStep
+from shardlm.plan.config_source import source
 from shardlm.plan.constraints import Constraints
+from shardlm.plan.report.data import to_json
+from shardlm.plan.report.text import to_text
 from shardlm.plan.verify import Verified
 
 CONFIG = load(str(pathlib.Path(__file__).parent.parent.parent / "configs" / "llama3_8b.py"))
@@ -110,6 +114,38 @@ def test_what_formulas_say_does_not_fit_by_less_than_they_may_be_wrong_is_compil
     assert answer(CONFIG, tight, held).best is None
     told = answer(CONFIG, tight, held, compiled=1)
     assert told.best.plan is told.found.smallest and not told.changes
+
+
+def test_the_best_is_compiled_without_its_loop_and_the_quicker_program_taken(monkeypatch):
+    """After the others; what makes layers again or does not fit is left with its loop."""
+    held = ["mesh.fsdp=8", "rules=zero3", "train.accumulation=1"]
+    few = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, num_layers=8))
+    looped, heard = Verified(10 * GIB, 10 * GIB, CompiledStep(1.0, (), None, {})), []
+
+    def told(shown, *words, config=few):
+        monkeypatch.setattr(answers, "impossible", lambda cluster: "")
+        monkeypatch.setattr(answers, "verify", lambda plans: [looped for _ in plans])
+        monkeypatch.setattr(without_loop, "verify", lambda plans: [shown] if shown else pytest.fail("compiled"))
+        heard.clear()
+        return answer(config, H100, Constraints.parse([*held, *words]), compiled=1, say=heard.append)
+
+    quicker = dataclasses.replace(looped, step=CompiledStep(0.9, (), None, {}))
+    found = told(quicker, "remat=dots")
+    assert [one.plan.config.unroll for one in found.ranked] == [0, 1] and found.best is found.ranked[0]
+    first, second = (one.plan.config for one in found.ranked)
+    assert dataclasses.replace(first, unroll=1) == second and "without a loop over its layers" in heard[-1]
+    shown = to_json(found)
+    assert [plan["unroll"] for plan in shown["plans"]] == [0, 1] and "unroll" in to_text(shown).splitlines()[5]
+    assert "unroll=0" in source(first, "")
+    slower = dataclasses.replace(looped, step=CompiledStep(1.1, (), None, {}))
+    for other, word in ((slower, "which stays"), (Verified(90 * GIB), "does not fit"), (Verified(failure="no"), "fit")):
+        assert [one.plan.config.unroll for one in told(other, "remat=dots").ranked] == [1] and word in heard[-1]
+    for words in (["remat=full"], ["remat=dots", "unroll=1"]):
+        assert [one.plan.config.unroll for one in told(None, *words).ranked] == [1]
+    many = dataclasses.replace(few.model, num_layers=without_loop.MOST + 4, mlp_dim=1024)
+    many = dataclasses.replace(few, model=many)
+    assert told(None, "remat=dots", config=many).best.plan.config.unroll == 1
+    assert told(None, "remat=dots", "unroll=0").best.plan.config.unroll == 0  # asked for: all are
 
 
 def test_whatever_ends_a_compilation_is_a_failure_of_that_job_alone():

@@ -159,6 +159,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "rules": config.rules,
         "remat": config.remat,
         "matmul": config.matmul,
+        "unroll": config.unroll,
         "schedule": config.pipeline.schedule if pipelined else "",
         "rounds": sketch.schedule.rounds if pipelined else 1,
         "microbatches": sketch.passes,

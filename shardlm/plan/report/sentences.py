@@ -51,7 +51,8 @@ def settings(plan: Data) -> str:
     """Its mesh, and what goes with it."""
     away = "".join(f", the {name} in the host's memory" for name in plan["offload"])
     products = "" if plan["matmul"] == "dtype" else f", matmul={plan['matmul']}"
-    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{products}{away}"
+    loop = "" if plan["unroll"] else ", no loop over layers (unroll=0)"
+    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{loop}{products}{away}"
 
 
 def change(answer: Data) -> str:

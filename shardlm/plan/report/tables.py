@@ -111,6 +111,8 @@ def _settings(rows: Sequence[Data]) -> list[Cell]:
         cells.append((Column("offload", words=True), lambda p: ", ".join(p["offload"]) or NONE))
     if _names_matmul(rows):
         cells.append((Column("matmul", words=True), lambda p: p["matmul"]))
+    if any(not p["unroll"] for p in rows):
+        cells.append((Column("unroll"), lambda p: str(p["unroll"])))
     return cells
 
 

@@ -2,6 +2,7 @@
 Estimates, by formulas; serving/verify.py compiles."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.fused import possible
 from shardlm.plan.serving.load import HEADROOM, Load, Replica
 from shardlm.plan.serving.memory import ServingMemory, serving_memory
 from shardlm.plan.serving.time import DecodeStep, Speed
@@ -55,9 +57,15 @@ class ServingPlan:
         sure = most.rate * HEADROOM
         count = math.ceil(case.request_rate / sure) if case.request_rate else case.engine.mesh.data
         usual = replica.at(case.request_rate / count if case.request_rate else sure)
-        batches = [batch for batch in BATCHES if batch <= memory.sizes.max_rows]
-        steps = tuple(speed.decode(batch, replica.context) for batch in batches)
-        return cls(case, memory, steps, replica.alone, most, usual, count)
+        return cls(case, memory, _steps(case, memory), replica.alone, most, usual, count)
+
+    @functools.cached_property
+    def fused(self) -> tuple[DecodeStep, ...]:
+        """`decode` with fused products, of few enough tokens, where the engine tries out whether they are quicker; ()
+        where it does not. They were not measured, so that all else is planned without them."""
+        rows = possible(self.case) if self.case.engine.fused_products == "auto" else 0
+        steps = _steps(self.case.on(fused_products="on"), self.memory) if rows else ()
+        return tuple(step for step in steps if step.batch * (1 + self.case.engine.drafts) <= rows)
 
     @property
     def mesh(self) -> MeshSpec:
@@ -81,6 +89,12 @@ class ServingPlan:
     def tokens_per_second_per_gpu(self) -> float:
         """Of replies, at the highest rate."""
         return self.most.rate * self.case.mix.output / self.gpus_per_replica
+
+
+def _steps(case: ServingCase, memory: ServingMemory) -> tuple[DecodeStep, ...]:
+    speed = Speed.of(case, memory)
+    context = Replica.of(case, speed).context
+    return tuple(speed.decode(batch, context) for batch in BATCHES if batch <= memory.sizes.max_rows)
 
 
 def mesh_text(mesh: MeshSpec) -> str:

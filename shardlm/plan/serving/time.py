@@ -4,9 +4,10 @@ links, and both against the time that reading the bytes alone would take. Estima
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.mla import MlaConfig
@@ -19,6 +20,7 @@ from shardlm.plan.op import Op
 from shardlm.plan.serving import gated_streams, streams
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
+from shardlm.plan.serving.fused import fused, possible
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work, ngrams_work
 from shardlm.plan.serving.prompts import OVER_PAGES, how_of
@@ -194,8 +196,7 @@ class Speed:
         shape = self.case.model.shape
         D = shape.embed_dim
         found = [
-            (layer_work(block, self._in_use[own], self.rules, self._cached(block.attention), one, D), count)
-            for (block, own), count in self._kinds[i].items()
+            (self._of_layer(block, self._in_use[own], one), count) for (block, own), count in self._kinds[i].items()
         ]
         if shape.inputs:
             found.append((inputs_work(self._inputs, self.rules, one), 1))
@@ -212,6 +213,19 @@ class Speed:
                 self._drafter.drafting(one.rows, one.context, one.itemsize) if decodes else self._drafter.reading(one)
             )
         return found
+
+    def _of_layer(self, block: BlockConfig, in_use: Sequence[InUse], one: Pass) -> Work:
+        cached, D = self._cached(block.attention), self.case.model.shape.embed_dim
+        work = layer_work(block, in_use, self.rules, cached, one, D)
+        if one.tokens > self._fused_rows:
+            return work
+        return dataclasses.replace(work, ops=tuple(fused(work.ops, block, one.tokens)))
+
+    @functools.cached_property
+    def _fused_rows(self) -> int:
+        """Tokens up to which projections are fused, where asked for. Where an engine tries out which is quicker,
+        it takes no longer than apart."""
+        return possible(self.case) if self.case.engine.fused_products == "on" else 0
 
     @functools.cached_property
     def _kinds(self) -> list[Counter]:

@@ -20,6 +20,7 @@ from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.weight_format import WeightFormat
 from shardlm.plan.apart import Failed, each_apart
+from shardlm.plan.serving.fused import possible
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.serve.adapter_table import NO_ROOM, Room
 from shardlm.serve.adapters import executed
@@ -119,7 +120,8 @@ def runner_of(plan: ServingPlan) -> Runner:
     speculative, kv_cache = case.engine.speculative_config, case.engine.kv_cache_dtype
     if speculative and speculative.method == "mtp":
         shape = dataclasses.replace(shape, mtp=case.model.mtp)
-    model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache, case.engine.room)
+    fused = possible(case) if case.engine.fused_products == "on" else 0
+    model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache, case.engine.room, fused)
     meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
     if case.draft:
         dtype = case.engine.dtype or case.draft.dtype
@@ -136,14 +138,21 @@ def runner_of(plan: ServingPlan) -> Runner:
 
 
 def _described(
-    shape: TransformerConfig, mesh: Mesh, dtype: str, weights: WeightFormat, kv_cache: KvFormat, room: Room = NO_ROOM
+    shape: TransformerConfig,
+    mesh: Mesh,
+    dtype: str,
+    weights: WeightFormat,
+    kv_cache: KvFormat,
+    room: Room = NO_ROOM,
+    fused: int = 0,
 ) -> ModelDef:
-    """A model on devices that are not there, its layers apart, with room for adapters."""
+    """A model on devices that are not there, its layers apart, with room for adapters, whose projections of up to so
+    many tokens are fused."""
     device = mesh.devices.flat[0]
     with jax.set_mesh(mesh):
         rules = serving_rules(shape, MeshSpec(**mesh.shape), weights)
         execution = executed(execution_of(shape, rules, dtype, device, weights, LoraConfig()), room)
-        return ModelDef.make(apart(shape), dataclasses.replace(execution, kv_cache=kv_cache))
+        return ModelDef.make(apart(shape), dataclasses.replace(execution, kv_cache=kv_cache, fused_rows=fused))
 
 
 def verify_apart(plans: Sequence[ServingPlan]) -> list[VerifiedServing]:

@@ -115,6 +115,7 @@ def _plan(one: RankedServing) -> dict[str, Any]:
             "tokens_held": memory.tokens_held,
             "max_concurrency": plan.at_once,
             "decode": [_step(step) for step in plan.decode],
+            "decode_with_fused_products": [_step(step) for step in plan.fused],
             "prefill_seconds": plan.prefill,
             "at_most": _load(plan.most, plan.case.mix.output),
             "at_rate": _load(plan.usual, plan.case.mix.output),

@@ -1,0 +1,84 @@
+"""Plans of engines that may have fused products (layers/fused.py): by which way they stand, and what they tell."""
+
+import itertools
+
+import pytest
+
+from shardlm.hardware import GPUS
+from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.constants import GAP
+from shardlm.plan.report.figures import figure
+from shardlm.plan.serving.answer import RankedServing, ServingAnswer
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.memory import serving_memory
+from shardlm.plan.serving.report.data import to_json
+from shardlm.plan.serving.report.text import to_text
+from shardlm.plan.serving.search import Found, ServingPlan
+from shardlm.plan.serving.time import Speed
+from shardlm.serve.engine_config import EngineConfig
+
+
+def on(count: int, **options) -> ServingCase:
+    model = ServedModel("llama", LlamaConfig().transformer(), "bfloat16", 8192)
+    return ServingCase(model, Cluster.of(GPUS["h200"], count), EngineConfig(**options), 1024, 256)
+
+
+def said(plan: ServingPlan) -> str:
+    return " ".join(to_text(to_json(ServingAnswer(Found((plan,), ()), (RankedServing(plan),)))).split())
+
+
+def test_they_are_told_beside_what_is_planned():
+    """An engine that tries them out is planned without; one that is told to have them, with."""
+    auto, off, wanted = (ServingPlan.of(on(1, fused_products=how)) for how in ("auto", "off", "on"))
+    assert auto.decode == off.decode and not off.fused and not wanted.fused
+    assert [step.batch for step in auto.fused] == [1, 8, 32, 64] and auto.fused == wanted.decode[:4]
+    assert wanted.decode[4:] == auto.decode[4:]  # more tokens than they take
+    gained = [(a.seconds - b.seconds) / 32 for a, b in zip(auto.decode, auto.fused, strict=False)]
+    assert all(4 * GAP <= each < 5 * GAP for each in gained)  # of a layer, four kernels and little else
+    rates = [f"{figure(step.tokens_per_second)} at {step.batch}" for step in auto.fused]
+    assert f"up to {', '.join(rates)} tokens/s: their kernels are counted, none was measured" in said(auto)
+    assert "fused kernels" not in said(wanted) and "--fused_products=on" in said(wanted)
+
+
+@pytest.mark.parametrize(("tensor", "kernels"), [(1, 11), (2, 11), (4, 12)])
+def test_kernels_of_a_layer(tensor, kernels):
+    """As tests/test_gpu_serving.py counts them. Over four devices a gate has so few columns that another kernel
+    multiplies with it (ops/few_rows.py)."""
+    case = on(tensor, mesh=MeshSpec(tensor=tensor), fused_products="on")
+    speed = Speed.of(case, serving_memory(case))
+    (work, layers), *_ = speed._works(0, speed._decoding(8, 1024))
+    assert layers == 32 and sum(op.count for op in work.ops) == kernels
+    apart = Speed.of(on(tensor, mesh=case.engine.mesh), speed.memory)
+    (before, _), *_ = apart._works(0, speed._decoding(8, 1024))
+    assert sum(op.count for op in before.ops) == 15
+    for name in ("flops", "hbm_bytes"):
+        total, own = (sum(getattr(op, name) * op.count for op in one.ops) for one in (before, work))
+        assert own == pytest.approx(total, rel=1e-3)
+
+
+def test_drafts_are_tokens_of_a_step():
+    asked = {"method": "ngram", "num_speculative_tokens": 3}
+    model = ServedModel("llama", LlamaConfig().transformer(), "bfloat16", 8192)
+    engine = EngineConfig(speculative_config=asked)
+    case = ServingCase(model, Cluster.of(GPUS["h200"], 1), engine, 1024, 256, acceptance_rate=0.5)
+    assert [step.batch for step in ServingPlan.of(case).fused] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"quantization": "fp8"}, False),
+        ({"dtype": "float16"}, False),
+        ({"enable_lora": True}, False),
+        ({"mesh": MeshSpec(pipeline=2)}, True),  # stages do not try out
+    ],
+)
+def test_none_are_told_of_an_engine_that_has_none(options, told):
+    """`told`: whether it has them if it is told to."""
+    plan, wanted = (ServingPlan.of(on(2, **options, fused_products=how)) for how in ("auto", "on"))
+    assert not plan.fused and "fused kernels" not in said(plan)
+    quicker = [a.seconds < b.seconds for a, b in zip(wanted.decode, plan.decode, strict=True)]
+    assert any(quicker) == told
+    assert list(itertools.dropwhile(bool, quicker)) == [False] * quicker.count(False)  # of few requests
