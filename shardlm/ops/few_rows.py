@@ -119,9 +119,10 @@ def gated(
     return gated_pair(x, gate, up, norm, activation, sizes, interpret)
 
 
-def has_whole_sums(rows: int, summed: int, columns: int) -> bool:
-    """Whether there is an `added` for a product of rows with a weight [summed, columns]."""
-    return _of_whole_sums(rows, summed, columns, 1) is not None
+def has_whole_sums(rows: int, summed: int, columns: int, weights: int = 1) -> bool:
+    """Whether one program makes a number of the product of rows with a weight [summed, columns], or of the gated pair
+    of two: what `added` needs, and what makes `gated` one kernel."""
+    return _of_whole_sums(rows, summed, columns, weights) is not None
 
 
 def added(x: jax.Array, weight: jax.Array, onto: jax.Array | None = None, *, interpret: bool = False) -> jax.Array:

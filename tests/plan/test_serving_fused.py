@@ -36,26 +36,29 @@ def test_they_are_told_beside_what_is_planned():
     assert [step.batch for step in auto.fused] == [1, 8, 32, 64] and auto.fused == wanted.decode[:4]
     assert wanted.decode[4:] == auto.decode[4:]  # more tokens than they take
     gained = [(a.seconds - b.seconds) / 32 for a, b in zip(auto.decode, auto.fused, strict=False)]
-    assert all(4 * GAP <= each < 5 * GAP for each in gained)  # of a layer, four kernels and little else
+    for each, kernels in zip(gained, (8, 8, 6, 6), strict=True):  # of a layer, and little else
+        assert kernels * GAP <= each < (kernels + 1) * GAP
     rates = [f"{figure(step.tokens_per_second)} at {step.batch}" for step in auto.fused]
     assert f"up to {', '.join(rates)} tokens/s: their kernels are counted, none was measured" in said(auto)
     assert "fused kernels" not in said(wanted) and "--fused_products=on" in said(wanted)
 
 
-@pytest.mark.parametrize(("tensor", "kernels"), [(1, 11), (2, 11), (4, 12)])
-def test_kernels_of_a_layer(tensor, kernels):
-    """As tests/test_gpu_serving.py counts them. Over four devices a gate has so few columns that another kernel
-    multiplies with it (ops/few_rows.py)."""
+@pytest.mark.parametrize(
+    ("tensor", "rows", "kernels"), [(1, 8, 7), (1, 64, 9), (2, 8, 9), (2, 64, 12), (4, 8, 9), (4, 64, 12)]
+)
+def test_kernels_of_a_layer(tensor, rows, kernels):
+    """As tests/test_gpu_serving.py counts them; those over several devices were read from programs compiled by hand.
+    Beyond 16 rows a gate over two devices has so few columns that another kernel multiplies with it."""
     case = on(tensor, mesh=MeshSpec(tensor=tensor), fused_products="on")
     speed = Speed.of(case, serving_memory(case))
-    (work, layers), *_ = speed._works(0, speed._decoding(8, 1024))
+    (work, layers), *_ = speed._works(0, speed._decoding(rows, 1024))
     assert layers == 32 and sum(op.count for op in work.ops) == kernels
     apart = Speed.of(on(tensor, mesh=case.engine.mesh), speed.memory)
-    (before, _), *_ = apart._works(0, speed._decoding(8, 1024))
+    (before, _), *_ = apart._works(0, speed._decoding(rows, 1024))
     assert sum(op.count for op in before.ops) == 15
-    for name in ("flops", "hbm_bytes"):
+    for name, most in (("flops", 1e-9), ("hbm_bytes", 0.02)):  # what small kernels read and write is little
         total, own = (sum(getattr(op, name) * op.count for op in one.ops) for one in (before, work))
-        assert own == pytest.approx(total, rel=1e-3)
+        assert own == pytest.approx(total, rel=most) and own <= total
 
 
 def test_drafts_are_tokens_of_a_step():

@@ -219,7 +219,8 @@ class Speed:
         work = layer_work(block, in_use, self.rules, cached, one, D)
         if one.tokens > self._fused_rows:
             return work
-        return dataclasses.replace(work, ops=tuple(fused(work.ops, block, one.tokens)))
+        across = self.case.engine.mesh.size("tensor", "expert") > 1
+        return dataclasses.replace(work, ops=tuple(fused(work.ops, block, one.tokens, across)))
 
     @functools.cached_property
     def _fused_rows(self) -> int:
