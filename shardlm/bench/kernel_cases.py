@@ -209,6 +209,7 @@ _MEETING = Meeting(1, 4096, 32, 8, 128)
 _EXPERTS = Grouped(16_384, 4096, 14_336, 8)
 _REMEMBERED = Recurrent(64, 16, 32, 16, 128, served=True)  # as Qwen3-Next and Qwen 3.5 9B
 _PROMPT = Recurrent(1, 8192, 32, 16, 128)
+_TRAINED = dataclasses.replace(_PROMPT, tokens=2048, back=True)  # no more: tokens one by one keep a state each
 _MAMBA = Recurrent(1, 8192, 128, 8, 128, takes_back=False, value_width=64)  # as Nemotron-H 8B
 FULL: Mapping[str, KernelCases] = MappingProxyType(
     {
@@ -260,7 +261,8 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "prompt of 8k, by channel": Recurrent(1, 8192, 32, 32, 128, by_channel=True),
             "Mamba 2, decode 64, 16 tokens": dataclasses.replace(_MAMBA, rows=64, tokens=16, served=True),
             "Mamba 2, prompt of 8k": _MAMBA,
-            "2k, back": Recurrent(1, 2048, 32, 16, 128, back=True),  # tokens one by one keep a state each
+            "2k, back": _TRAINED,
+            "2k, back, by XLA": dataclasses.replace(_TRAINED, by_xla=True),
             "Mamba 2, 2k, back": dataclasses.replace(_MAMBA, tokens=2048, back=True),
         },
         "grouped matmul": {
@@ -309,6 +311,7 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "2 drafts": Recurrent(2, 6, 4, 2, 16, served=True, drafts=2),
             "prompt": Recurrent(1, 100, 4, 2, 16, value_width=32),
             "prompt, by XLA": Recurrent(1, 100, 4, 2, 16, value_width=32, by_xla=True),
+            "back": Recurrent(1, 100, 4, 2, 16, value_width=32, back=True),
             "Mamba 2, decode": Recurrent(2, 3, 4, 2, 16, served=True, takes_back=False, value_width=8),
             "Mamba 2, prompt": Recurrent(1, 200, 4, 2, 16, takes_back=False, value_width=8),
             "Mamba 2, back": Recurrent(1, 100, 4, 2, 16, takes_back=False, value_width=32, back=True),

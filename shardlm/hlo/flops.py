@@ -97,7 +97,7 @@ def _states(at: Instruction, computation: Computation) -> Matmul:
 def _in_chunks(at: Instruction, computation: Computation) -> Matmul | None:
     """Of the other kernels of linear attention."""
     given = [computation.named[name].arrays[0] for name in at.operands]
-    found = delta_flops(at) or summed_flops(at, given)
+    found = delta_flops(at, given) or summed_flops(at, given)
     return Matmul(*found, "bf16") if found else None  # as fast as float16
 
 

@@ -2,10 +2,12 @@
 flash-linear-attention has them (github.com/fla-org/flash-linear-attention, ops/gated_delta_rule/wy_fast.py and
 ops/common/chunk_delta_h.py). One makes U and W of each chunk and head, whose systems of equations stay in registers;
 one carries states from chunk to chunk and leaves what tokens change where U was; outputs are made by Mamba 2's
-(summed_kernel.py), of changes instead of values. Queries, keys and values are read where they lie."""
+(summed_kernel.py), of changes instead of values. Queries, keys and values are read where they lie. Gradients:
+gated_delta_back_kernel.py."""
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,34 +26,56 @@ def fits(q: jax.Array, v: jax.Array, chunk: int) -> bool:
     """Whether there are kernels for q [B, T, K, H] and v [B, T, N, V] in chunks of so many tokens: by their sizes, and
     counted in 32 bits."""
     (B, T, _, H), (N, V) = q.shape, v.shape[2:]
-    most = B * T * N * max(V, -(-H * V // chunk), H)
+    most = B * T * N * max(V, -(-H * V // chunk), H, chunk)
     return has_kernels(chunk, H, V, v.dtype.itemsize) and q.dtype == v.dtype and most < 2**31
+
+
+class Kept(NamedTuple):
+    """What gradients are made from beside the arguments, in the type of values: (I + L)^-1 of each chunk [B, T, N,
+    ROWS], what tokens change [B, T, N, V], and the state that each chunk is given [B, n, N, H, V]."""
+
+    inverse: jax.Array
+    changes: jax.Array
+    states: jax.Array
 
 
 def outputs(q, k, v, rates: Rates, state, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """q and k [B, T, K, H], v [B, T, N, V], T whole chunks of ROWS, and state float32 [B, N, H, V]. Returns (out
     [B, T, N, V], the state of the last text). `interpret` runs it anywhere, slowly."""
-    U, W = changes_of_empty(k, v, rates, interpret)
-    states, changes, last = carried(k, U, W, rates, state, interpret)
-    return summed_kernel.read(q, k, changes, rates._replace(beta=jnp.ones_like(rates.beta)), states, interpret), last
+    return _outputs(q, k, rates, state, changes_of_empty(k, v, rates, interpret=interpret), interpret)[:2]
 
 
-def changes_of_empty(k, v, rates: Rates, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """U [B, T, N, V] and W [B, T, N, H], in the type of k and v."""
+def kept_outputs(q, k, v, rates: Rates, state, interpret: bool = False) -> tuple[jax.Array, jax.Array, Kept]:
+    """As `outputs`, bit for bit, and what is kept for gradients."""
+    *made, inverse = changes_of_empty(k, v, rates, keep=True, interpret=interpret)
+    *found, changes, states = _outputs(q, k, rates, state, made, interpret)
+    return *found, Kept(inverse, changes, states)
+
+
+def _outputs(q, k, rates: Rates, state, made, interpret: bool) -> tuple[jax.Array, ...]:
+    states, changes, last = carried(k, *made, rates, state, interpret)
+    out = summed_kernel.read(q, k, changes, rates._replace(beta=jnp.ones_like(rates.beta)), states, interpret)
+    return out, last, changes, states
+
+
+def changes_of_empty(k, v, rates: Rates, keep: bool = False, interpret: bool = False) -> tuple[jax.Array, ...]:
+    """U [B, T, N, V] and W [B, T, N, H], in the type of k and v; to keep, (I + L)^-1 too."""
     (B, T, N, _), (K, H) = v.shape, k.shape[2:]
-    made = jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct((B, T, N, H), v.dtype)
+    made = [jax.ShapeDtypeStruct(shape, v.dtype) for shape in (v.shape, (B, T, N, H), (B, T, N, ROWS))[: 2 + keep]]
     how = {"grid": (N, T // ROWS, B), "compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
     kernel = functools.partial(_changes, N // K)
     call = pl.pallas_call(kernel, made, interpret=interpret, name="delta_changes", **how)
     return call(rates.steps, rates.rest, rates.text, rates.beta, rates.h, k, v)
 
 
-def _changes(group, steps, rest, text, beta, h, k, v, U, W):
+def _changes(group, steps, rest, text, beta, h, k, v, U, W, *kept):
     head, chunk, b = (pl.program_id(axis) for axis in range(3))
     tile, here, of = Tile(ROWS, b, (steps, rest, text)), rows_of(chunk), head // group
     keys, share, place = k[b, here, of, :], beta[b, head, here], jnp.arange(ROWS)
     taken = triton.dot(keys, keys, trans_b=True) * tile.decays(head, chunk, chunk) * share[:, None]
     inverse = inverse_of_unit(jnp.where(place[:, None] > place[None], taken, 0.0))
+    for whole in kept:
+        whole[b, here, head, :] = inverse.astype(whole.dtype)
     by_values = (inverse * share[None]).astype(v.dtype)
     by_keys = (inverse * (share * h[b, head, here])[None]).astype(k.dtype)
     U[b, here, head, :] = triton.dot(by_values, v[b, here, head, :]).astype(U.dtype)
@@ -111,12 +135,17 @@ def carried(k, U, W, rates: Rates, state, interpret: bool = False) -> tuple[jax.
     made = [jax.ShapeDtypeStruct((B, n, N, H, V), U.dtype), jax.ShapeDtypeStruct(U.shape, U.dtype)]
     made += [jax.ShapeDtypeStruct(state.shape, jnp.float32)]
     grid = B, N, V // COLUMNS
-    # Where programs are no more than multiprocessors, each looks two chunks ahead; of 3 stages there is room for one.
-    options = triton.CompilerParams(num_warps=4, num_stages=3 if math.prod(grid) <= ALONE else 2)
+    options = triton.CompilerParams(num_warps=4, num_stages=stages_of(grid))
     how = {"grid": grid, "compiler_params": options, "input_output_aliases": {3: 1}}
     kernel = functools.partial(_carried, n, N // K)
     call = pl.pallas_call(kernel, made, interpret=interpret, name="delta_states", **how)
     return call(rates.e, rates.left, k, U, W, state)
+
+
+def stages_of(grid: tuple[int, ...]) -> int:
+    """Where programs are no more than multiprocessors, each looks two chunks ahead; of 3 stages there is room for
+    one."""
+    return 3 if math.prod(grid) <= ALONE else 2
 
 
 def _carried(n, group, e, left, k, U, W, state, states, changes, last):

@@ -65,24 +65,30 @@ def outputs_by_kernel(chunk: int, *given, interpret: bool = False) -> tuple[jax.
     return of_whole_chunks(summed_kernel.outputs, chunk, *given, interpret)
 
 
-def of_whole_chunks(outputs: Rule, chunk: int, q, k, v, log_decay, beta, state, text, interpret: bool):
-    """As `summed_rows`, by kernels `outputs(q, k, v, rates, state, interpret)` of whole chunks."""
+def of_whole_chunks(outputs: Callable, chunk: int, q, k, v, log_decay, beta, state, text, interpret: bool):
+    """As `summed_rows`, by kernels `outputs(q, k, v, rates, state, interpret)` of whole chunks; and what these return
+    besides."""
     T = q.shape[1]
     q, k, v, log_decay, beta, text = (whole_chunks(a, chunk) for a in (q, k, v, log_decay, beta, text))
-    out, state = outputs(q, k, v, rates_of(chunk, log_decay, beta, text), state, interpret)
-    return out[:, :T], state
+    out, *others = outputs(q, k, v, rates_of(chunk, log_decay, beta, text), state, interpret)
+    return out[:, :T], *others
 
 
-def gradients_by_kernel(
-    chunk: int, q, k, v, log_decay, beta, state, text, d_out, d_state, interpret: bool = False
-) -> tuple[jax.Array, ...]:
-    """Of the first six arguments of `summed_rows`."""
+def gradients_by_kernel(chunk: int, *given, interpret: bool = False) -> tuple[jax.Array, ...]:
+    """Of the first six arguments of `summed_rows`, for those of outputs and of the state, the last two."""
     from shardlm.ops import summed_back_kernel
 
+    return gradients_of_whole_chunks(summed_back_kernel.gradients, chunk, *given, interpret)
+
+
+def gradients_of_whole_chunks(
+    gradients: Callable, chunk: int, q, k, v, log_decay, beta, state, text, d_out, d_state, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """As `gradients_by_kernel`, by kernels `gradients(q, k, v, rates, state, d_out, d_state, interpret)` of whole
+    chunks, which return summed_back_kernel.Gradients."""
     T = q.shape[1]
     q, k, v, log_decay, beta, text, d_out = (whole_chunks(a, chunk) for a in (q, k, v, log_decay, beta, text, d_out))
-    rates = rates_of(chunk, log_decay, beta, text)
-    found = summed_back_kernel.gradients(q, k, v, rates, state, d_out, d_state, interpret)
+    found = gradients(q, k, v, rates_of(chunk, log_decay, beta, text), state, d_out, d_state, interpret)
     cut = lambda a: a.reshape(*a.shape[:2], -1, chunk)  # noqa: E731
     d_decay = jnp.cumsum(cut(found.sums)[..., ::-1], axis=-1)[..., ::-1] + found.last[..., None]
     tokens = (jnp.moveaxis(a.reshape(found.beta.shape), 2, 1) for a in (d_decay, found.beta))

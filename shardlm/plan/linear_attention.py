@@ -1,7 +1,7 @@
 """Linear attention by the gated delta rule (layers/delta_net.py) as formulas see it: what one device computes of a
 layer and moves in its memory. Which products there are is read from the op (ops/gated_delta_chunks.py); how often XLA
 moves what, from programs compiled for H100s (jax 0.10.2). What kernels compute is summed_states.py's (Mamba 2) and
-delta_kernels.py's (prompts of the gated delta rule)."""
+delta_kernels.py's (the gated delta rule, in 16 bits and without decays by channel)."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from shardlm.ops.channel_delta_chunks import BLOCK
 from shardlm.ops.gated_delta import CHUNK, SUMMED
 from shardlm.ops.summed_sizes import has_kernels
 from shardlm.ops.unit_inverse import WHOLE
-from shardlm.plan import summed_states
+from shardlm.plan import delta_kernels, summed_states
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch
@@ -75,9 +75,9 @@ class Rule:
 
     @property
     def kernels(self) -> bool:
-        """Whether kernels of ours compute it, of what takes nothing back."""
+        """Whether kernels of ours compute it."""
         sizes = self.C, self.H, self.V, self.itemsize
-        return self.summed and not self.on_cpu and has_kernels(*sizes)
+        return not self.on_cpu and has_kernels(*sizes) if self.summed else delta_kernels.fits(self)
 
     @property
     def square(self) -> float:
@@ -114,7 +114,7 @@ def held(rule: Rule, narrow: float) -> float:
     """Bytes that a layer without recomputation keeps besides its projections and its output, of convolutions of
     `narrow` bytes: the inverse, states, what chunks read, and of convolutions and lengths what each step made."""
     if rule.kernels:
-        return summed_states.held(rule, narrow)
+        return (summed_states if rule.summed else delta_kernels).held(rule, narrow)
     return 2 * rule.square + (10 if rule.by_channel else 1) * rule.values + rule.states + 11 * narrow
 
 
@@ -124,7 +124,7 @@ def at_work(rule: Rule, narrow: float) -> float:
     if rule.by_channel:
         return 65 * rule.values
     if rule.kernels:
-        return summed_states.at_work(narrow)
+        return summed_states.at_work(narrow) if rule.summed else delta_kernels.at_work(rule, narrow)
     return 4 * rule.square + 18 * rule.values + 4 * rule.states
 
 
@@ -154,6 +154,9 @@ def products(rule: Rule) -> Iterator[Op]:
     own = functools.partial(_op, rule)
     if rule.summed:
         yield from summed_states.by_kernels(rule) if rule.kernels else summed_states.by_xla(rule, _op)
+        return
+    if rule.kernels:
+        yield from delta_kernels.products(rule)
         return
     yield from _of_keys(rule)
     yield from _inverse(rule)
@@ -229,7 +232,9 @@ def moved(rule: Rule, narrow: float) -> Iterator[Op]:
     """What moves memory besides, forward and for gradients, as XLA fuses it: convolutions of `narrow` bytes, lengths of
     queries and keys, decays, what is cut into chunks and put together again. And what states wait for each other."""
     if rule.kernels:
-        yield summed_states.moved(rule, narrow)
+        yield (summed_states if rule.summed else delta_kernels).moved(rule, narrow)
+        if not rule.summed:
+            yield delta_kernels.turns(rule, TURN)
         return
     there = 10.5 * rule.square + 15 * rule.values + 3.5 * narrow
     back = 17.5 * rule.square + 24 * rule.values + 15 * narrow

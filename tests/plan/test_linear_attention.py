@@ -22,12 +22,12 @@ from shardlm.layers.mamba import MambaConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.qwen_hybrid import QwenHybridConfig
-from shardlm.ops.gated_delta import gated_delta
+from shardlm.ops.gated_delta import CHUNK, gated_delta
 from shardlm.plan import delta_kernels
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.constraints import Constraints
-from shardlm.plan.linear_attention import Rule, convolved, divides, key_heads, products, projections
+from shardlm.plan.linear_attention import Rule, convolved, divides, held, key_heads, products, projections
 from shardlm.plan.memory import memory
 from shardlm.plan.search import search
 from shardlm.plan.serving.case import ServedModel, ServingCase
@@ -50,7 +50,7 @@ SMALL = QwenHybridConfig(1024, 256, 8, 4, 8, 4, 64, 512, 12, 6, 64, 128)  # head
 
 def run(model: QwenHybridConfig | Pretrained = SMALL, **how) -> RunConfig:
     train = TrainConfig(global_batch=8, seq_len=4096)
-    return RunConfig(model, precision="bf16", **{"mesh": MeshSpec(), "train": train} | how)
+    return RunConfig(model, **{"precision": "bf16", "mesh": MeshSpec(), "train": train} | how)
 
 
 def test_model_flops_by_hand():
@@ -96,18 +96,35 @@ def test_projections_of_linear_and_gated_attention_are_all_there():
 
 @pytest.mark.parametrize("remat,again", [("none", 0), ("dots", 1), ("names", 1), ("full", 1)])
 def test_what_is_made_again(remat, again):
-    """Products of the rule are batches, which "dots" keeps none of. What states need is made again, the inverse without
-    a gradient; the rest is its gradients'."""
-    ops = operations(Sketch.of(run(remat=remat), H100))
+    """Products of the rule are batches, which "dots" keeps none of. In float32, by XLA, what states need is made again,
+    the inverse without a gradient; the rest is its gradients'. In 16 bits all kernels run again, and the others make
+    gradients: of one head of keys for two of values, 3.5 times what outputs take."""
+    found = {name: operations(Sketch.of(run(remat=remat, precision=name), H100)) for name in ("fp32", "bf16")}
 
-    def sums(what: str) -> tuple[float, ...]:
-        mine = [op for op in ops if op.what == what]
+    def sums(what: str, precision: str = "fp32") -> tuple[float, ...]:
+        mine = [op for op in found[precision] if op.what == what]
         return tuple(sum(getattr(op, name) for op in mine) for name in ("forward", "again", "count"))
 
     layers, products = 6, 6 + 2 + 2
     assert sums("inverse") == (layers * products, layers * products * again, layers * products * (1 + again))
     assert sums("states") == (layers, layers * again, layers * (2 + again))
     assert sums("reads") == (2 * layers, 0, 2 * layers * 3.5)
+    H, V, C = 64, 128, CHUNK
+    carried, others = (3 * H * V + C * V) / (2 * H * V), C * (H + V) + 2 * C * V + 3 * H * V + (2 + 4) * C * H / 2
+    gradients = {"changes of an empty state": 0, "states": carried, "outputs": others / (H * V + C * (H + V))}
+    for what, own in gradients.items():
+        assert sums(what, "bf16") == pytest.approx((layers, layers * again, layers * (1 + again + own)))
+    assert not sums("inverse", "bf16")[0]
+
+
+def test_what_kernels_keep_by_hand():
+    """Of each chunk and head (I + L)^-1, changes and the state; all of what layers keep without recomputation is less
+    than XLA's products keep."""
+    rule = Rule.of_rows(DeltaNetConfig(32, 16, 128, 128), 8192, 1, 1, 2)
+    own, narrow = 128 * 32 * 2 * (64 * 64 + 64 * 128 + 128 * 128), 2 * 8192 * (32 + 2 * 16) * 128
+    assert held(rule, narrow) - own == delta_kernels.HELD * narrow
+    by_xla = dataclasses.replace(rule, on_cpu=True)
+    assert held(rule, narrow) < held(by_xla, narrow)
 
 
 def test_a_search_lays_out_what_the_heads_allow():
