@@ -53,6 +53,9 @@ _RATIO = flags.DEFINE_float(
 _RATES = flags.DEFINE_list("rates", [], "serve: requests a second, each measured in turn; inf: all at once.")
 _CONCURRENCY = flags.DEFINE_list("concurrency", [], "serve: requests at once, each measured in turn.")
 _REQUESTS = flags.DEFINE_integer("requests", 64, "serve: requests of each rate and concurrency.", lower_bound=1)
+_TURNS = flags.DEFINE_integer(
+    "turns", 0, "serve: of conversations, as many as --requests, measured in this process too.", lower_bound=0
+)
 _FILE = flags.DEFINE_string("file", None, "serve: JSONL of prompts, messages or ShareGPT's conversations, over HTTP.")
 _GOODPUT = flags.DEFINE_list("goodput", [], "serve: limits in seconds, as ttft:0.5,tpot:0.05,itl:0.2,e2e:9.")
 _URL = flags.DEFINE_string("url", None, "serve: a server with OpenAI's API, instead of --config. Key: SHARDLM_API_KEY.")
@@ -76,6 +79,7 @@ def serve(config) -> int:
     from shardlm.mesh import MeshSpec
     from shardlm.serve.bench.engine import bench_serving, serve_to
     from shardlm.serve.bench.random_engine import random_engine
+    from shardlm.serve.bench.turns import in_turns, longest
     from shardlm.serve.bench.workload import check_shared, read_jobs, spread
     from shardlm.serve.engine_config import EngineConfig
 
@@ -85,7 +89,9 @@ def serve(config) -> int:
     prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
     options = {"mesh": MeshSpec(**sizes), **engine_options()}
     ratio = _RATIO.value
-    options["max_model_len"] = options["max_model_len"] or spread(prompt, ratio)[-1] + spread(output, ratio)[-1]
+    needed = spread(prompt, ratio)[-1] + spread(output, ratio)[-1]
+    needed = max(needed, longest(_TURNS.value, prompt, output)) if _TURNS.value else needed
+    options["max_model_len"] = options["max_model_len"] or needed
     check_shared(_SHARED.value, prompt, ratio)
     if _FILE.value and any(not isinstance(job.body.get("prompt"), list) for job in read_jobs(_FILE.value, output)):
         raise ShardlmError(
@@ -96,6 +102,14 @@ def serve(config) -> int:
     engine = random_engine(config.model.transformer(), EngineConfig(**options))
     tell(f"compiled {engine.runner.num_programs} programs in {engine.runner.compile_seconds:.0f} s")
     found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value, tell=tell)
+    if _TURNS.value:
+        found["turns"] = []
+        for row in in_turns(engine, _REQUESTS.value, _TURNS.value, prompt, output, _SHARED.value):
+            found["turns"].append(row)
+            tell(
+                f"turn {row['turn']} of {_REQUESTS.value} conversations: {row['seconds']:.2f} s, "
+                f"{row['cached_tokens']:,} of {row['prompt_tokens']:,} tokens cached"
+            )
     if _RATES.value or _CONCURRENCY.value:
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "online.json")

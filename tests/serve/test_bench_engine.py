@@ -11,6 +11,7 @@ from engines import CONFIG
 from shardlm.mesh import MeshSpec
 from shardlm.serve.bench.engine import bench_serving
 from shardlm.serve.bench.random_engine import random_engine, words
+from shardlm.serve.bench.turns import SAID, in_turns, longest
 from shardlm.serve.engine_config import EngineConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,6 +27,21 @@ def test_replicas_of_quantised_weights():
     assert found["mesh"] == {"data": 2, "tensor": 2} and found["quantization"] == found["kv_cache_dtype"] == "int8"
     assert found["weight_bytes"] < 4 * found["parameters"] and [one["batch"] for one in found["offline"]] == [1]
     assert engine.stats().generation_tokens == 2 * 4  # the round that is not counted, and the one that is
+
+
+def test_conversations_go_on_from_what_was_said():
+    """Of more of them than pages hold, by pages in the host's memory."""
+    shape = dataclasses.replace(CONFIG, num_layers=1).transformer()
+    length = longest(3, prompt_len=40, output_len=4)
+    page = 4 * CONFIG.num_kv_heads * CONFIG.head_dim * 2 * 4
+    sizes = {"max_model_len": length, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 4}
+    sizes |= {"kv_cache_bytes": page * (2 + -(-length // 4)), "kv_offloading_size": 0.01}
+    engine = random_engine(shape, EngineConfig(**sizes))
+    rows = list(in_turns(engine, 3, 3, 40, 4))
+    assert [row["prompt_tokens"] for row in rows] == [120, 120 + 3 * (SAID + 4), 120 + 6 * (SAID + 4)]
+    assert rows[0]["cached_tokens"] == rows[0]["pages_loaded"] == 0 < rows[0]["pages_saved"]
+    for row, before in zip(rows[1:], rows, strict=False):
+        assert row["pages_loaded"] > 0 and row["cached_tokens"] >= before["prompt_tokens"] - 3 * 4
 
 
 def test_clients_see_every_token_when_it_comes():
