@@ -63,7 +63,7 @@ def build(
     or is not there. Over several processes, each of which calls it, this is where those but the first stay until that
     ends (following.join)."""
     refuse_second()
-    use_memory()
+    use_memory(config.kv_offloading_size)
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
     submeshes(config.mesh)  # says where devices are too few

@@ -1,8 +1,10 @@
 """The programs that move pages between the devices and the host's memory (host_pages.py), a bundle at a time, and what
 they have moved: on GPUs pinned memory, each device's part beside it, on CPUs other arrays."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlm.errors import ShardlmError
+from shardlm.host_memory import POOL
 from shardlm.layers.context import SLOTTED, Pages
 from shardlm.mesh import shard_map
 from shardlm.serve.host_pages import BUNDLE, Move
@@ -20,6 +24,7 @@ from shardlm.state import at_rest
 HOST = "pinned_host"
 Bundle = tuple[Pages, Pages]  # [layers, BUNDLE, ...] of each pool, of the model and of what drafts
 NO_PAGES = np.zeros(BUNDLE, np.int32)  # an example
+SPARE = 4  # bundles more that there is room for: what is written while what was in its place is still read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +61,8 @@ class PageCopies:
     def _resting(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not self.host:
             return shape
-        mesh = shape.sharding.mesh  # devices that are compiled for and not there have no memories (train/offload.py)
-        mesh = mesh if mesh.devices.flat[0].addressable_memories() else mesh.abstract_mesh
+        mesh = shape.sharding.mesh
+        mesh = mesh if _has_memories(mesh) else mesh.abstract_mesh
         sharding = NamedSharding(mesh, shape.sharding.spec, memory_kind=HOST)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
@@ -87,6 +92,11 @@ class PageCopies:
             return state
         every = self.proposer.pages(state.drafts) | drafts
         return dataclasses.replace(state, drafts=self.proposer.with_pages(state.drafts, every))
+
+
+def _has_memories(mesh: Mesh) -> bool:
+    """Devices that are compiled for and not there have none (train/offload.py)."""
+    return bool(mesh.devices.flat[0].addressable_memories())
 
 
 def _each(function: Callable, pools: Pages, *rest: Any) -> Pages:
@@ -119,10 +129,16 @@ class Bundles:
         for move in moves:
             pages = np.array(move.pages, np.int32)
             if move.saves:
+                self._held.pop(move.bundle, None)  # the new one may lie where it was
                 state, self._held[move.bundle] = programs["save", s]((), state, pages)
             else:
                 state = programs["load", s]((), state, self._held[move.bundle], pages)
         return state
+
+    def filled(self, count: int) -> None:
+        """Waits for `filling`, and forgets those beyond the first `count`, whose room XLA's pool keeps."""
+        jax.block_until_ready(self._held)
+        self._held = {number: one for number, one in self._held.items() if number < count}
 
     @property
     def nbytes(self) -> int:
@@ -131,3 +147,21 @@ class Bundles:
 
     def clear(self) -> None:
         self._held.clear()
+
+
+def filling(count: int) -> list[Move]:
+    """What makes room for so many bundles and SPARE ones, before requests come: XLA's pool grows by regions as large as
+    all of it before, and tens of GiB take seconds to pin, for which all programs would wait; or are not there."""
+    return [Move(True, number, (0,) * BUNDLE) for number in range(count + SPARE)]
+
+
+@contextlib.contextmanager
+def told_of_room(count: int) -> Iterator[None]:
+    """Raises ShardlmError where XLA has no room for so many bundles."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise ShardlmError(
+            f"{count * BUNDLE:,} pages do not fit in the host's memory ({error}). Lower kv_offloading_size; XLA "
+            f"takes up to what {POOL} says ({os.environ.get(POOL, 'not set')})"
+        ) from error

@@ -168,10 +168,11 @@ def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
     scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data, slots)[0], config)
 
 
-def use_memory() -> None:
-    """Lets jax have ALLOCATED of each GPU, unless the environment says how much, and what it asks for of the host's;
-    before its backend starts."""
-    use_host_memory()
+def use_memory(offloaded: float | None = None) -> None:
+    """Lets jax have ALLOCATED of each GPU, unless the environment says how much, and so many GiB of the host's for
+    pages, where it is to keep some there; before its backend starts."""
+    if offloaded:
+        use_host_memory(offloaded)
     if not any(name in os.environ for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")):
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(ALLOCATED)
 

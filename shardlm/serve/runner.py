@@ -24,7 +24,7 @@ from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
 from shardlm.serve.followers import Followers, told
-from shardlm.serve.host_copies import Bundles, PageCopies
+from shardlm.serve.host_copies import Bundles, PageCopies, filling, told_of_room
 from shardlm.serve.host_pages import Move
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.memory_copies import COPIES, NO_COPIES, copier
@@ -90,8 +90,14 @@ class Runner:
             return jax.tree.map(lambda s: at_rest(s, mesh), jax.eval_shape(make))
 
     def allocate(self) -> None:
-        """The state itself, once programs are compiled."""
+        """The state itself, once programs are compiled, and the room for pages in the host's memory; ShardlmError where
+        that is not there."""
         self._state = self._empty()
+        if count := self.config.bundles:
+            for s, bundles in enumerate(self._bundles):
+                with told_of_room(count):
+                    self._moved(s, filling(count))
+                    bundles.filled(count)
 
     def _empty(self) -> Any:
         return self._new(self._makers[0], self.mesh)

@@ -171,9 +171,10 @@ def _of_block(block: Block, x: jax.Array, execution: Execution) -> tuple[jax.Arr
     first = block.before(x, "attention", execution)
     made = block.attention.projected(first, execution)
     attended = made["q"][..., : block.attention.config.value_dim]
-    x = added(x, project_back("btnv,nvd->btd", attended, block.attention, "wo", execution))
+    stream, x = x, added(x, project_back("btnv,nvd->btd", attended, block.attention, "wo", execution))
     if isinstance(getattr(block, "mlp", None), Mlp):
-        read = first if block.config.parallel else block.before(x, "mlp", execution)
+        reads = stream if block.config.parallel else x
+        read = first if block.config.shares_norm else block.before(reads, "mlp", execution)
         x = added(x, block.mlp(read, None, execution)[0])
     return x, made
 

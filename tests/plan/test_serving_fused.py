@@ -1,17 +1,23 @@
 """Plans of engines that may have fused products (layers/fused.py): by which way they stand, and what they tell."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 from shardlm.hardware import GPUS
+from shardlm.layers.attention import AttentionConfig
+from shardlm.layers.block import BlockConfig
+from shardlm.layers.mlp import MlpConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constants import GAP
+from shardlm.plan.op import Op
 from shardlm.plan.report.figures import figure
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer
 from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.fused import fused
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.report.data import to_json
 from shardlm.plan.serving.report.text import to_text
@@ -59,6 +65,15 @@ def test_kernels_of_a_layer(tensor, rows, kernels):
     for name, most in (("flops", 1e-9), ("hbm_bytes", 0.02)):  # what small kernels read and write is little
         total, own = (sum(getattr(op, name) * op.count for op in one.ops) for one in (before, work))
         assert own == pytest.approx(total, rel=most) and own <= total
+
+
+def test_a_gate_that_is_cut_to_a_share_is_not_joined():
+    """As Gemma 3n's first layers have it, and layers/mlp.py."""
+    ops = [Op("mlp", what, "matmul", 1.0, 1.0, 1, dims=(8, 512, 512)) for what in ("gate", "up", "down")]
+    block = BlockConfig(AttentionConfig(4, 2, 128), MlpConfig(512, "gelu_tanh"))
+    cut = dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, sparsity=0.95))
+    assert [op.what for op in fused(ops, block, 8, False)] == ["gate up", "down"]
+    assert [op.what for op in fused(ops, cut, 8, False)] == ["gate", "up", "down"]
 
 
 def test_drafts_are_tokens_of_a_step():

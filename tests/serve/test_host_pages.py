@@ -4,15 +4,17 @@ import os
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import CONFIG, finished, random_engine
 from small import logits_of
 
+from shardlm import host_memory
 from shardlm.errors import ShardlmError
 from shardlm.host_memory import POOL, host_gib, use_host_memory
 from shardlm.mesh import MeshSpec
-from shardlm.serve import pool_size
+from shardlm.serve import host_copies, pool_size
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.host_pages import BUNDLE, HostPages, Move
 from shardlm.serve.page_table import PageTable
@@ -130,10 +132,68 @@ def test_what_cannot_be_is_refused():
         pool_size.check_host(1e6)
 
 
-def test_the_pool_of_the_host_is_as_large_as_its_memory_unless_said(monkeypatch):
+def test_the_room_is_taken_before_requests_come():
+    engine, *_ = random_engine(MeshSpec(tensor=2), pages=20, rows=2, tokens=16, bundles=3)
+    [bundles] = engine.runner._bundles
+    room = bundles.nbytes
+    assert room == 3 * BUNDLE * sum(a.nbytes for a in engine.runner._state.pages.values()) // 20
+    for prompt in ([1] * 40, [2] * 40, [3] * 40):
+        engine.add("one", prompt, SamplingParams(max_tokens=1))
+        finished(engine)
+    assert engine.stats().pages_saved and bundles.nbytes == room
+    runner = engine.runner
+
+    def lacking(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+
+    runner._programs = {("save", 0): lacking}
+    with pytest.raises(ShardlmError, match=f"48 pages do not fit .*Out of host memory.*kv_offloading_size.*{POOL}"):
+        runner.allocate()
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_pages_in_pinned_memory_come_back(monkeypatch, abstract):
+    """As on GPUs. `abstract`: as for devices that are compiled for, or of which the first is another process's."""
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        pool = jax.device_put(
+            np.arange(2 * 20 * 4 * 8 * 2, dtype=np.float32).reshape(40, 4, 8, 2), jax.P(None, None, "tensor")
+        )
+        state = {"k": pool, "v": pool + 1}
+    if abstract:
+        monkeypatch.setattr(host_copies, "_has_memories", lambda mesh: False)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    work = host_copies.PageCopies(20, None, host=True).shapes(shapes, mesh)
+    with jax.set_mesh(mesh):
+        programs = {
+            (name, 0): jax.jit(run, donate_argnums=1).lower(*how).compile() for name, (run, how) in work.items()
+        }
+    expected, bundles = jax.tree.map(np.asarray, state), host_copies.Bundles()
+    state = bundles.moved(programs, 0, state, [Move(True, 5, tuple(range(1, 1 + BUNDLE)))])
+    assert {a.sharding.memory_kind for a in jax.tree.leaves(bundles._held)} == {"pinned_host"}
+    state = bundles.moved(programs, 0, jax.tree.map(jnp.zeros_like, state), [Move(False, 5, places(p0=7, p3=9))])
+    for name, pool in state.items():
+        own, found = (a.reshape(2, 20, -1) for a in (expected[name], np.asarray(pool)))
+        np.testing.assert_array_equal(found[:, [7, 9]], own[:, [1, 4]])
+        assert (found != 0).sum() == (found[:, [7, 9]] != 0).sum()
+
+
+def test_the_pool_of_the_host_has_what_is_asked_for_unless_said(monkeypatch, tmp_path):
+    def most(*gib: float) -> int:
+        monkeypatch.delenv(POOL)
+        use_host_memory(*gib)
+        return int(os.environ[POOL])
+
+    monkeypatch.setattr(host_memory, "LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
     monkeypatch.setenv(POOL, "7")
     use_host_memory()
     assert os.environ[POOL] == "7"
-    monkeypatch.delenv(POOL)
-    use_host_memory()
-    assert int(os.environ[POOL]) == int(host_gib()) > 1
+    assert most() == int(host_gib()) > 1
+    (tmp_path / "memory.max").write_text("max\n")
+    assert most() == int(host_gib())
+    monkeypatch.setattr(host_memory, "host_gib", lambda: 1000.0)
+    assert (most(), most(10), most(200)) == (1000, 64, 236)
+    monkeypatch.undo()
+    monkeypatch.setattr(host_memory, "LIMITS", (tmp_path / "memory.max",))
+    (tmp_path / "memory.max").write_text(f"{3 * 2**29}\n")
+    assert host_gib() == 1.5  # of a container

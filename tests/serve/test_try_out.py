@@ -12,6 +12,7 @@ from oracle import opened_of
 from small import mesh_of
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.block import Block
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.ops import few_rows, paged_kernel, rotate_write
@@ -98,18 +99,23 @@ def test_each_way_is_run_and_timed(served, monkeypatch):
     assert len(ran) >= 2 * 2 * 2 * 4  # cases and layers, and what each has of products
 
 
-def test_layers_side_by_side_are_timed(monkeypatch):
-    """As Cohere's, whose feed-forward networks have no norm of their own."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_layers_side_by_side_are_timed(monkeypatch, apart):
+    """As Cohere's, whose feed-forward networks have no norm of their own, and GPT-NeoX's, whose have."""
     shape = dataclasses.replace(CONFIG, num_layers=1).transformer()
     [segment] = shape.segments
-    blocks = tuple(dataclasses.replace(block, parallel=True) for block in segment.pattern)
+    blocks = tuple(dataclasses.replace(block, parallel=True, norms_apart=apart) for block in segment.pattern)
     opened = opened_of(dataclasses.replace(shape, segments=(dataclasses.replace(segment, pattern=blocks),)), SPEC)
     interpreted(monkeypatch)
     monkeypatch.setattr(try_out, "CALLS", 2)
     monkeypatch.setattr(try_out, "TRIED", (2, 4))
+    norms = []
+    before = Block.before
+    monkeypatch.setattr(Block, "before", lambda *args: norms.append(args[2]) or before(*args))
     with jax.set_mesh(opened.mesh):
         found = try_out.seconds(*taken_apart(opened.model, opened.params))
     assert max(found.values()) < math.inf
+    assert set(norms) == ({"attention", "mlp"} if apart else {"attention"})
 
 
 def test_a_gpu_without_such_kernels_is_served_without(served, monkeypatch, caplog):

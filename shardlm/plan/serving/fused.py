@@ -52,7 +52,8 @@ def _back(ops: Sequence[Op], name: str, rows: int, across: bool) -> int:
 
 
 def _plain(mlp: MlpConfig) -> bool:
-    return mlp.gated and not mlp.bias and not mlp.limit and mlp.gate_scale == 1 and mlp.activation in GATES
+    plain = mlp.gated and not mlp.bias and not mlp.limit and not mlp.sparsity and mlp.gate_scale == 1
+    return plain and mlp.activation in GATES
 
 
 def _joined(ops: Sequence[Op], names: Sequence[str]) -> list[Op]:
