@@ -115,6 +115,10 @@ class Options:
                 raise ShardlmError(f"config.json has {name}={value!r}; it needs {what}")
         return default if value is None else value
 
+    def where_absent(self, **usual: Any) -> None:
+        """What the family's own class has where a config.json does not say it; null stays null."""
+        self.values = {**usual, **self.values}
+
     def only(self, name: str, *known: Any) -> None:
         """Refuses every value but these; the first is the default."""
         value = self(name, known[0])
