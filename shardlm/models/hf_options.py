@@ -82,7 +82,9 @@ COUNTS = frozenset(
         *("num_experts", "num_local_experts", "num_experts_per_tok", "experts_per_token"),
     ]
 )
-POSITIVE = frozenset(["rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq"])
+POSITIVE = frozenset(
+    ["rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"]
+)
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
