@@ -129,8 +129,10 @@ def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
     modules = {_module(key)[1] for key in _stored(folder)}
     if of_experts := sorted(filter(_of_experts, modules)):
         raise ShardlmError(f"{folder / WEIGHTS} adapts {of_experts[0]}, {EXPERTS}")
-    known = {_of_layer(tensor.name): path.rpartition(".")[2] for path, tensor in names if "{layer}" in tensor.name}
-    targets = {path.rpartition(".")[2] for path, tensor in names if _of_layer(tensor.name) in modules}
+    called = registry.module_name(source.options)
+    each = [(path.rpartition(".")[2], _of_layer(called(one.name))) for path, one in names if "{layer}" in one.name]
+    known = {module: ours for ours, module in each}
+    targets = {ours for ours, module in each if module in modules}
     unknown = sorted(modules - set(known))
     if unknown or not targets <= set(TARGETS):
         named = unknown or sorted(module for module in modules if known[module] not in TARGETS)
@@ -202,7 +204,8 @@ def _expected(config, model: ModelDef, source: Pretrained, spelled: Mapping[str,
 def _check_named(folder: pathlib.Path, config, model: ModelDef, source: Pretrained, spelled: Mapping[str, str]) -> None:
     """Raises ShardlmError where a configuration names other modules than the file has."""
     modules = {_module(key)[1] for key in spelled}
-    here = {_of_layer(name) for (*_, name), group in _tensors(model, source).items() if _of_projection(group[0])}
+    called, each = registry.module_name(source.options), _tensors(model, source).items()
+    here = {_of_layer(called(name)) for (*_, name), group in each if _of_projection(group[0])}
     ends, has = peft_modules.by_ends(config), peft_modules.ends_with
     if lost := [end for end in ends if has(end, here) and not has(end, modules)]:
         raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")

@@ -64,6 +64,7 @@ FLOORS = [
 NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
     "gbnf.py",
+    "gbnf_lexemes.py",
     "sampling_params.py",
     "request.py",
     "batch.py",

@@ -20,11 +20,12 @@ from shardlm.models.transformer import TransformerConfig
 
 # Of training and of modules that predict further tokens, which are left aside; sizes that repeat others.
 ASIDE = ("model_max_length", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "num_key_value_heads")
-ASIDE += ("qk_head_dim", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+ASIDE += ("qk_head_dim",)
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` bailing_hybrid."""
+    options.where_absent(topk_group=4)
     options.only("attention_bias", False)
     options.only("hidden_act", "silu")
     for name in ASIDE:
@@ -49,7 +50,10 @@ def _linear_layers(options: Options) -> list[bool]:
 
 
 def _memory(options: Options) -> DeltaNetConfig:
-    heads, width, conv = options("num_attention_heads"), options("head_dim", 128), options("short_conv_kernel_size", 4)
+    """As published, or as transformers writes them, whose head_dim is that of latent attention's rotation."""
+    heads, width = options("num_attention_heads"), options("head_dim", 128)
+    heads, width = options("linear_num_heads", heads), options("linear_head_dim", width)
+    conv = options("linear_conv_kernel_dim", options("short_conv_kernel_size", 4))
     bounded, least = bool(options("kda_safe_gate", True)), float(options("kda_lower_bound", -5.0))
     norm = hf_decoder.rms(options)
     own = {"by_channel": True, "straight": True, "gate": "sigmoid", "least": least if bounded else 0.0}

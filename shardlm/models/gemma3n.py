@@ -24,6 +24,7 @@ from shardlm.ops.rope import Rope
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` gemma3n_text."""
+    options.where_absent(final_logit_softcapping=30.0, sliding_window=512)
     for name in ("query_pre_attn_scalar", "altup_lr_multiplier"):  # of Gemma 3 and of training
         options(name, None)
     layers, reading = options("num_hidden_layers"), options("num_kv_shared_layers", 15)

@@ -22,8 +22,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     for name in ("hidden_dropout", "classifier_dropout"):  # of training, and of another head
         options(name, None)
     older = {"rope_theta": options("rotary_emb_base", None), "partial_rotary_factor": options("rotary_pct", None)}
-    said = {name: value for name, value in older.items() if value is not None}
-    options.values = {**said, **options.values}
+    options.where_absent(**{name: value for name, value in older.items() if value is not None})
     heads, side_by_side = options("num_attention_heads"), bool(options("use_parallel_residual", True))
     head_dim, bias = options("hidden_size") // heads, bool(options("attention_bias", True))
     rope = rope_of(options, head_dim, length=length, partial=0.25)

@@ -82,7 +82,9 @@ COUNTS = frozenset(
         *("num_experts", "num_local_experts", "num_experts_per_tok", "experts_per_token"),
     ]
 )
-POSITIVE = frozenset(["rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq"])
+POSITIVE = frozenset(
+    ["rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"]
+)
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -114,6 +116,10 @@ class Options:
                 what = "a number above 0" if name in POSITIVE else "a whole number of at least 1"
                 raise ShardlmError(f"config.json has {name}={value!r}; it needs {what}")
         return default if value is None else value
+
+    def where_absent(self, **usual: Any) -> None:
+        """What the family's own class has where a config.json does not say it; null stays null."""
+        self.values = {**usual, **self.values}
 
     def only(self, name: str, *known: Any) -> None:
         """Refuses every value but these; the first is the default."""

@@ -29,6 +29,7 @@ OTHERWISE_WRITTEN = (
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` hy_v4."""
+    options.where_absent(routed_scaling_factor=2.827)
     options.only("attention_bias", False)
     options.only("n_group", 1)
     for name in ASIDE:

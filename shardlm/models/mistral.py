@@ -9,10 +9,14 @@ from shardlm.models.naming import Names, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import QueryGrowth
 
+WINDOWS = {"ministral": 4096, "cwm": 8192}  # where config.json says nothing
+
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` mistral, ministral (Ministral 8B), ministral3 and cwm."""
     every = options("model_type") == "cwm"
+    if usual := WINDOWS.get(options("model_type")):
+        options.where_absent(sliding_window=usual)
     if every and not options("rope_parameters", None):
         options("rope_theta")
     windows = hf_decoder.sliding(options, lambda layer: layer % 4 > 0 if every else True)

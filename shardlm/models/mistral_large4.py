@@ -23,6 +23,8 @@ from shardlm.ops.cross_entropy import LogitsConfig
 
 LAYER = "layers.{layer}."
 OF_STREAM = NormConfig("layer", 1e-6)
+ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0, "original_max_position_embeddings": 512}
+ROPE |= {"attention_factor": 1.0}  # where config.json says nothing
 ASIDE = ("head_dim", "qk_head_dim", "num_key_value_heads")  # told by other options
 
 
@@ -30,6 +32,9 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` mistral_large4_text."""
     for name, value in {"attention_bias": False, "n_group": 1, "topk_group": 1, "rope_interleave": True}.items():
         options.only(name, value)
+    options.where_absent(final_logit_softcapping=30.0)
+    if not any(options.values.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+        options.values = {**options.values, "rope_parameters": ROPE}
     for name in ASIDE:
         options(name, None)
     layers, norm = options("num_hidden_layers"), hf_decoder.rms(options)

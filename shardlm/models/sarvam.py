@@ -28,6 +28,7 @@ ASIDE += ("attn_implementation", "base_model_tp_plan", "base_model_pp_plan")
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` sarvam_moe and sarvam_mla."""
+    options.where_absent(routed_scaling_factor=2.5)
     for name, value in FIXED.items():
         options.only(name, value)
     for name in ASIDE:
@@ -40,6 +41,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 
 def _grouped(options: Options, length: int) -> AttentionConfig:
+    options.where_absent(rope_theta=8_000_000.0)
     own = {"qk_norm": "head"} if options("use_qk_norm", True) else {}
     return hf_decoder.attention(options, length, norm=hf_decoder.rms(options), **own)
 

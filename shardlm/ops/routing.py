@@ -39,7 +39,7 @@ def check_router(router: Router, num_experts: int, top_k: int) -> None:
     """Raises ShardlmError for numbers that do not fit together."""
     if not 1 <= top_k <= num_experts:
         raise ShardlmError(f"top_k={top_k} of num_experts={num_experts}; choose top_k from 1 to {num_experts}")
-    if num_experts % router.groups:
+    if router.groups < 1 or num_experts % router.groups:
         divisors = ", ".join(str(g) for g in range(1, num_experts + 1) if num_experts % g == 0)
         raise ShardlmError(f"num_experts={num_experts} cannot be split into groups={router.groups}; choose {divisors}")
     if not 1 <= router.top_groups <= router.groups:

@@ -54,7 +54,8 @@ def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE,
     Raises ShardlmError where no mesh of that size can run the configuration, with the reasons.
     """
     find = _search if every else _fastest
-    config = changed(config, unroll=constraints.choices("unroll", [config.unroll])[0])
+    unrolls = dict.fromkeys([config.unroll, 1, 0, *constraints.numbers("unroll")])
+    config = changed(config, unroll=constraints.choices("unroll", list(unrolls))[0])
     tried: list[Found] = []
     for away in _places(config, constraints):
         tried.append(find(config, cluster, constraints, [away]))

@@ -15,10 +15,14 @@ import shardlm
 from shardlm import hf_files, peft
 from shardlm.errors import ShardlmError
 from shardlm.generate import Sampling, generate
+from shardlm.layers.lora import LoraConfig
 from shardlm.layers.page_layout import PageLayout
+from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
+from shardlm.rules import Rules
 from shardlm.serve.pool_size import page_bytes
-from shardlm.state import is_adapter
+from shardlm.state import ModelDef, is_adapter
 from shardlm.train.convert import to_hf
 
 HERE = pathlib.Path(__file__).parent
@@ -66,6 +70,24 @@ def test_peft_computes_the_same_and_reads_what_is_written(name, tmp_path):
         np.testing.assert_allclose(run(again.model, again.params, tokens), expected, atol=close)
     with pytest.raises(ShardlmError, match="exists; choose another"):
         peft.save(tmp_path / "written", opened.model, adapters, opened.source)
+
+
+@pytest.mark.parametrize("name", ["bailing_hybrid", "hy_v4", "lfm3", "mistral_large4", "sarvam_moe"])
+def test_adapters_of_modules_that_transformers_calls_otherwise(name, tmp_path):
+    """What is written for PEFT, by whose names, is read again, as what PEFT wrote itself is."""
+    source = Pretrained(str((HERE / "references" / name).absolute())).pinned()
+
+    def model_of(lora: LoraConfig) -> ModelDef:
+        return ModelDef.make(source.transformer(), Execution(Rules.make("replicated", MeshSpec()), lora=lora))
+
+    with jax.set_mesh(MeshSpec().build(jax.devices()[:1])):
+        model, rng = model_of(LoraConfig(2)), np.random.default_rng(0)
+        made = {path: rng.normal(size=a.shape).astype(np.float32) for path, a in flatten_dict(model.shapes).items()}
+        peft.save(tmp_path / "written", model, unflatten_dict(made), source)
+        told = peft.lora_of(tmp_path / "written", source)
+        assert set(told.targets) == {path[-1].partition("_lora")[0] for path in made}
+        again = peft.arrays(model_of(told), tmp_path / "written", source)
+    assert again.keys() == made.keys() and all(map(np.any, again.values()))
 
 
 def test_adapters_that_peft_would_not_open(tmp_path):

@@ -1,12 +1,14 @@
 """The options of the newest families' published checkpoints, as tests/hf/test_published.py has those of others."""
 
 import json
+import pathlib
 
 import pytest
 from test_published import YARN, common, parameters
 
 from shardlm.models import registry
 
+REFERENCES = pathlib.Path(__file__).parent / "references"
 NEWEST = {  # name -> (config.json in the words of its publishers, billions of parameters that they state)
     "IQuest-Coder V1 40B": (
         common(80, 5120, 40, 8, 27648, 76800, model_type="iquestcoder", head_dim=128, attention_bias=False,
@@ -129,3 +131,42 @@ def test_newest_published_options_give_about_the_stated_size(name):
     config, billions = NEWEST[name]
     shape = registry.transformer(json.loads(json.dumps(config)))
     assert parameters(shape.without_mtp()) == pytest.approx(billions * 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"),  # as the classes of transformers 5.24 have it
+    [
+        ("gemma3n", {"final_logit_softcapping": 30.0, "sliding_window": 512}),
+        ("vaultgemma", {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window": 4096}),
+        ("cwm", {"sliding_window": 8192}),
+        ("ministral", {"sliding_window": 4096}),
+        ("mellum", {"norm_topk_prob": True, "sliding_window": 1024}),
+        ("hy_v4", {"routed_scaling_factor": 2.827}),
+        ("sarvam_mla", {"routed_scaling_factor": 2.5}),
+        ("sarvam_moe", {"routed_scaling_factor": 2.5, "rope_parameters": {"rope_theta": 8e6, "rope_type": "default"}}),
+        ("bailing_hybrid", {"topk_group": 4}),
+        (
+            "mistral_large4",
+            {
+                "final_logit_softcapping": 30.0,
+                "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2048.0}
+                | {"original_max_position_embeddings": 512, "attention_factor": 1.0},
+            },
+        ),
+    ],
+)
+def test_what_is_not_said_is_as_transformers_has_it(name, usual):
+    """No number of a checkpoint's tensors tells these, so that replies would be wrong and nothing said."""
+    said = json.loads((REFERENCES / name / "config.json").read_text())
+    for option, value in usual.items():
+        absent = registry.transformer({key: own for key, own in said.items() if key != option})
+        assert absent == registry.transformer({**said, option: value}), option
+
+
+def test_ling_as_transformers_writes_it():
+    """Where head_dim is that of latent attention's rotation, and linear_head_dim what was published as head_dim."""
+    said = json.loads((REFERENCES / "bailing_hybrid" / "config.json").read_text())
+    assert said["head_dim"] == said["qk_rope_head_dim"] == said["linear_head_dim"]
+    written = registry.transformer({**said, "linear_head_dim": 16})
+    published = {key: value for key, value in said.items() if not key.startswith("linear_")} | {"head_dim": 16}
+    assert written == registry.transformer(published) != registry.transformer(said)

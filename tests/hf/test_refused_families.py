@@ -58,6 +58,8 @@ def options_of(name: str) -> dict:
         ("llama4", {"rope_parameters": None}, "has no 'rope_theta', which a 'llama4_text' model needs"),
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "it needs num_hidden_layers=3 of dense, sparse"),
         ("mistral4", {"n_group": 2}, "n_group=2, which is not supported; supported: 1"),
+        ("vaultgemma", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0; it needs a number above 0"),
+        ("sarvam_mla", {"n_group": 0}, "num_experts=8 cannot be split into groups=0; choose 1, 2, 4, 8"),
         ("internlm3", {"attention_bias": False}, "attention_bias=False, mlp_bias=True; supported: biases of all"),
         (
             "internlm3",

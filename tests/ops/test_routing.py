@@ -82,6 +82,7 @@ def test_padding_counts_nothing():
     [
         (Router(), 8, 9, "top_k=9 of num_experts=8; choose top_k from 1 to 8"),
         (Router(groups=3), 8, 2, "num_experts=8 cannot be split into groups=3; choose 1, 2, 4, 8"),
+        (Router(groups=0), 8, 2, "num_experts=8 cannot be split into groups=0; choose 1, 2, 4, 8"),
         (Router(groups=4, top_groups=5), 8, 2, "top_groups=5 of groups=4; choose top_groups from 1 to 4"),
         (Router(groups=4, top_groups=1), 8, 4, "top_k=4 experts do not fit into top_groups=1"),
     ],

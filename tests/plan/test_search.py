@@ -187,6 +187,17 @@ def test_constraints_that_no_value_can_agree_with_are_refused():
     assert Constraints.parse(["mesh.tensor<=4", "mesh.tensor>=2", "offload.optimizer=true,false"]).items
 
 
+@pytest.mark.parametrize(
+    ("words", "unroll"),
+    [([], 1), (["unroll=0"], 0), (["unroll<=0"], 0), (["unroll>=2"], 2), (["unroll=0,1"], 1)],
+)
+def test_how_layers_are_looped_over_is_as_constraints_have_it(words, unroll):
+    """Of what they allow, what the configuration has where that is among it."""
+    held = [*words, "mesh.fsdp=8", "remat=full", "train.accumulation=1", "rules=zero3"]
+    plans = search(config("llama3_8b"), H100, Constraints.parse(held)).plans
+    assert {plan.config.unroll for plan in plans} == {unroll}
+
+
 def test_8_bit_matmuls_are_advised_where_the_gpu_has_them_and_the_run_does_not():
     for gpu, asked, advised in (("h100", "dtype", "fp8"), ("a100", "dtype", "int8"), ("h100", "fp8", "")):
         wanted = dataclasses.replace(config("llama3_8b"), mesh=MeshSpec(fsdp=8), rules="zero3", matmul=asked)
