@@ -14,7 +14,7 @@ from shardlm.mesh import MeshSpec
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "decode_steps": 2}
 # Of pages there are those of the longest request, and more in the host's memory.
-SIZES |= {"kv_cache_bytes": 17 * 1024, "kv_offloading_size": 0.01}
+SIZES |= {"kv_cache_bytes": 17 * 1024, "kv_offloading_size": 0.001}
 PROMPTS = [[1, 2, 3, 4, 5], list(range(40)), [7, 8], list(range(60, 98))]
 
 

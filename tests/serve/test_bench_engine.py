@@ -35,7 +35,7 @@ def test_conversations_go_on_from_what_was_said():
     length = longest(3, prompt_len=40, output_len=4)
     page = 4 * CONFIG.num_kv_heads * CONFIG.head_dim * 2 * 4
     sizes = {"max_model_len": length, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 4}
-    sizes |= {"kv_cache_bytes": page * (2 + -(-length // 4)), "kv_offloading_size": 0.01}
+    sizes |= {"kv_cache_bytes": page * (2 + -(-length // 4)), "kv_offloading_size": 0.001}
     engine = random_engine(shape, EngineConfig(**sizes))
     rows = list(in_turns(engine, 3, 3, 40, 4))
     assert [row["prompt_tokens"] for row in rows] == [120, 120 + 3 * (SAID + 4), 120 + 6 * (SAID + 4)]

@@ -151,7 +151,7 @@ def runners_of(build: dict) -> list:
         max_num_batched_tokens=32,
         block_size=PAGE,
         decode_steps=4,
-        kv_offloading_size=0.01,
+        kv_offloading_size=0.001,
         **({"enable_lora": True, "max_loras": 2, "max_lora_rank": 3} if build["adapters"] == "several" else {}),
     )
     with decoding_from(build["least_rows"]):
