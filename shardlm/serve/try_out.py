@@ -1,5 +1,6 @@
-"""Whether projections of few tokens are kernels with norm and gate (layers/fused.py): a GPU says which way is quicker,
-once the weights are there and before programs are compiled."""
+"""Whether projections of few tokens are kernels with norm and gate (layers/fused.py), and what is between them and
+pages one too (ops/rotate_write.py): a GPU says which way is quicker, once the weights are there and before programs are
+compiled."""
 
 import concurrent.futures
 import dataclasses
@@ -17,14 +18,18 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from shardlm.compiled_together import compiled_together
+from shardlm.generate import PAGE_SIZE, make_pages
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import Block
-from shardlm.layers.fused import added, project_back
+from shardlm.layers.context import Pages
+from shardlm.layers.fused import added
 from shardlm.layers.mlp import Mlp
+from shardlm.layers.paged import Paged
 from shardlm.layers.param import Execution
 from shardlm.models.transformer import Transformer, TransformerConfig
 from shardlm.ops import few_rows
 from shardlm.serve.option_types import Fused
+from shardlm.serve.speculation.build import layouts_of
 from shardlm.state import ModelDef
 
 log = logging.getLogger(__name__)
@@ -106,7 +111,7 @@ def quickest(measured: dict[tuple[int, bool], float]) -> tuple[int, str]:
 
 
 def seconds(model: ModelDef, params: Any) -> dict[tuple[int, bool], float]:
-    """Measured, of the projections of a layer, by tokens and whether they are fused."""
+    """Measured, of a layer without its experts, by tokens and whether its projections are fused."""
     spec = model.execution.rules.act.spec("batch", "seq", "embed")
 
     def x_of(rows: int) -> jax.Array:
@@ -114,7 +119,7 @@ def seconds(model: ModelDef, params: Any) -> dict[tuple[int, bool], float]:
 
     def lower(rows: int, fused: bool) -> Callable[[], Any]:
         own = dataclasses.replace(model.execution, fused_rows=rows * fused)
-        run = functools.partial(_projections, dataclasses.replace(model, execution=own))
+        run = functools.partial(_layers, dataclasses.replace(model, execution=own))
         try:
             return jax.jit(run).lower(params, x_of(rows)).compile
         except Exception as error:
@@ -152,31 +157,36 @@ def _timed(run: Callable[..., Any], *args: Any) -> float:
     return min(found[1:])
 
 
-def _projections(model: ModelDef, params: Any, x: jax.Array) -> Any:
-    """x [B, 1, D] so many times through the projections of some layers, without what mixes tokens, and what each
-    attention would read. In a loop, of which the host starts one program: it takes longer to than a layer."""
-    blocks = list(_blocks(model.model(params)))
+def _layers(model: ModelDef, params: Any, x: jax.Array) -> Any:
+    """x [B, 1, D] so many times through some layers, without experts: each row attends to itself, in a page of its own.
+    In a loop, of which the host starts one program: it takes longer to than a layer."""
+    rows, act = x.shape[0], model.execution.rules.act
+    [layout] = layouts_of(model, None, PAGE_SIZE, PAGE_SIZE, 1)
+    layout = dataclasses.replace(layout, num_pages=1 + rows)
+    of_rows = act.spec("batch", "whole_seq")
+    table = jnp.broadcast_to(1 + jnp.arange(rows, dtype=jnp.int32)[:, None], (rows, len(layout.windows)))
+    table, positions = (jax.reshard(a, of_rows) for a in (table, jnp.zeros((rows, 1), jnp.int32)))
+    ctx = Paged.make(table, jnp.ones((rows, 1), bool, out_sharding=of_rows), layout, model.execution)
+    blocks = list(zip(_fit(model.config), _blocks(model.model(params)), strict=True))
 
-    def once(x: jax.Array) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
-        read = []
-        for block in blocks:
-            x, made = _of_block(block, x, model.execution)
-            read.append(made)
-        return x, read
+    def once(_, carry: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
+        x, pages = carry
+        for layer, block in blocks:
+            x, pages = _of_block(block, x, positions, ctx, pages, jnp.int32(layer), model.execution)
+        return x, pages
 
-    return jax.lax.fori_loop(1, CALLS, lambda _, carry: once(carry[0]), once(x))
+    return jax.lax.fori_loop(0, CALLS, once, (x, make_pages(model, layout)))
 
 
-def _of_block(block: Block, x: jax.Array, execution: Execution) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _of_block(block: Block, x, positions, ctx: Paged, pages: Pages, layer, execution: Execution):
     first = block.before(x, "attention", execution)
-    made = block.attention.projected(first, execution)
-    attended = made["q"][..., : block.attention.config.value_dim]
-    stream, x = x, added(x, project_back("btnv,nvd->btd", attended, block.attention, "wo", execution))
+    h, pages, _ = block.attention(first, positions, ctx, pages, layer, execution)
+    stream, x = x, added(x, h)
     if isinstance(getattr(block, "mlp", None), Mlp):
-        reads = stream if block.config.parallel else x
-        read = first if block.config.shares_norm else block.before(reads, "mlp", execution)
-        x = added(x, block.mlp(read, None, execution)[0])
-    return x, made
+        if not block.config.shares_norm:
+            first = block.before(stream if block.config.parallel else x, "mlp", execution)
+        x = added(x, block.mlp(first, None, execution)[0])
+    return x, pages
 
 
 def _fit(config: TransformerConfig) -> list[int]:

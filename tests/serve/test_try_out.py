@@ -86,9 +86,13 @@ def test_the_quicker_way_up_to_the_tokens_for_which_it_is():
     assert why == "measured of a layer: 16 tokens 40 us, apart 50; 64 tokens 80 us, apart 70"
 
 
-def test_each_way_is_run_and_timed(served, monkeypatch):
-    """Interpreted, so that a CPU can: every case, with its own program."""
+@pytest.mark.parametrize("held", ["auto", "fp8"])
+def test_each_way_is_run_and_timed(served, monkeypatch, held):
+    """Interpreted, so that a CPU can: every case, with its own program, and all that a layer of it runs."""
     model, params, mesh = served
+    with jax.set_mesh(mesh):
+        how = {"paged_attention": "pallas", "kv_cache": held}
+        model = ModelDef.make(model.config, dataclasses.replace(model.execution, **how))
     ran = interpreted(monkeypatch)
     monkeypatch.setattr(try_out, "CALLS", 2)
     monkeypatch.setattr(try_out, "ROUNDS", 1)
@@ -96,7 +100,14 @@ def test_each_way_is_run_and_timed(served, monkeypatch):
     with jax.set_mesh(mesh):
         found = try_out.seconds(model, params)
     assert set(found) == {(2, False), (2, True), (4, False), (4, True)} and min(found.values()) > 0
-    assert len(ran) >= 2 * 2 * 2 * 4  # cases and layers, and what each has of products
+    layers = 2 * 2  # of each of two cases
+    assert {name: ran.count(name) for name in ("in_parts", "run", "added", "gated")} == {
+        "in_parts": 2 * layers,  # a gate of so few columns is of whole sums nowhere
+        "run": layers,
+        "added": 2 * layers,
+        "gated": layers,
+    }
+    assert ran.count("pallas") == 2 * layers  # attention, both ways
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -131,7 +142,7 @@ def test_a_gpu_without_such_kernels_is_served_without(served, monkeypatch, caplo
     def failing(*args):
         raise ValueError("of XLA's own")
 
-    monkeypatch.setattr(try_out, "project_back", failing)
+    monkeypatch.setattr(try_out, "added", failing)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="of XLA's own"):
         try_out.seconds(model, params)
 
@@ -150,11 +161,11 @@ def test_the_log_says_what_became_of_it(served, caplog):
 def test_errors_of_our_own_are_not_taken_for_the_gpu_s(served, monkeypatch):
     model, params, mesh = served
 
-    def wrong(*args):
+    def wrong(*args, **options):
         raise AttributeError("no such name")
 
     monkeypatch.setattr(try_out, "TRIED", (2, 4))
-    monkeypatch.setattr(few_rows, "products", wrong)  # which the other way does not call
+    monkeypatch.setattr(few_rows, "in_parts", wrong)  # which the other way does not call
     with jax.set_mesh(mesh), pytest.raises(AttributeError, match="no such name"):
         try_out.seconds(model, params)
 
