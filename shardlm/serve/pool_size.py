@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ from shardlm.serve.speculation.build import DraftModel, layouts_of
 from shardlm.serve.stages import Place
 from shardlm.state import ModelDef, cache_entries
 
+log = logging.getLogger(__name__)
 STAGE_AXES = ("expert", "tensor")  # over which the devices of one stage of one replica differ
 ALLOCATED = 0.95  # of a GPU's memory; jax takes 0.75 unless told, and CUDA, NCCL and cuBLAS need some besides
 
@@ -65,6 +67,9 @@ def sized(
     usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
     bundles = bundles_of(each, config.kv_offloading_size / replicas) if config.kv_offloading_size else 0
     snapshots = snapshots_beside(slots, rows, rooms, length) if config.enable_prefix_caching else 0
+    if bundles and layouts[0].memories and not snapshots:
+        log.warning("kv_offloading_size is without effect: no memory is left to copy what linear attention remembers")
+        bundles = 0
     count = min(pages_of(each, left_beside(slots, rows + snapshots, rooms)), usable)
     layout, *beside = (dataclasses.replace(layout, num_pages=count) for layout in layouts)
     # Of one row XLA makes 20 kernels a layer of Llama 3 8B, of two 15 (compiled for H100): one row's norms and products

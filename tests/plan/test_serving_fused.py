@@ -76,6 +76,26 @@ def test_a_gate_that_is_cut_to_a_share_is_not_joined():
     assert [op.what for op in fused(ops, cut, 8, False)] == ["gate", "up", "down"]
 
 
+def test_what_has_a_norm_or_a_bias_behind_it_is_added_by_another_kernel():
+    """A product adds what it makes to the stream itself where nothing comes between (layers/fused.py, Back)."""
+    shape = LlamaConfig().transformer()
+    [segment] = shape.segments
+    [block] = segment.pattern
+    biased = dataclasses.replace(block, attention=dataclasses.replace(block.attention, out_bias=True))
+    ungated = dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, gated=False, activation="relu2"))
+
+    def kernels(of, fused: str) -> float:
+        own = dataclasses.replace(shape, segments=(dataclasses.replace(segment, pattern=(of,)),))
+        case = dataclasses.replace(on(1, fused_products=fused), model=ServedModel("own", own, "bfloat16", 8192))
+        speed = Speed.of(case, serving_memory(case))
+        (work, _), *_ = speed._works(0, speed._decoding(8, 1024))
+        return sum(op.count for op in work.ops)
+
+    gone = {name: kernels(of, "off") - kernels(of, "on") for name, of in (("bias", biased), ("ungated", ungated))}
+    # Of the eight of Llama: the sum behind attention stays; gate and up are one less, and what gates is not there.
+    assert kernels(block, "off") - kernels(block, "on") == 8 and gone == {"bias": 7, "ungated": 6}
+
+
 def test_drafts_are_tokens_of_a_step():
     asked = {"method": "ngram", "num_speculative_tokens": 3}
     model = ServedModel("llama", LlamaConfig().transformer(), "bfloat16", 8192)

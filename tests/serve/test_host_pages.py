@@ -13,6 +13,7 @@ from small import logits_of
 from shardlm import host_memory
 from shardlm.errors import ShardlmError
 from shardlm.host_memory import POOL, host_gib, use_host_memory
+from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.serve import host_copies, pool_size
 from shardlm.serve.engine_config import EngineConfig
@@ -197,3 +198,12 @@ def test_the_pool_of_the_host_has_what_is_asked_for_unless_said(monkeypatch, tmp
     monkeypatch.setattr(host_memory, "LIMITS", (tmp_path / "memory.max",))
     (tmp_path / "memory.max").write_text(f"{3 * 2**29}\n")
     assert host_gib() == 1.5  # of a container
+
+
+def test_none_are_taken_where_prefixes_cannot_be_cached():
+    """Linear attention without room for copies of what it remembers (serve/memories.py)."""
+    layouts = [PageLayout.whole(4, 1, memories=(0, 1, 2))]
+    config = EngineConfig(kv_offloading_size=1, kv_cache_bytes=2**30, max_num_seqs=2)
+    for slot, kept in ((2**20, True), (2**28, False)):
+        sizes, *_ = pool_size.sized(layouts, [2**16], None, 4096, config, 1, [slot])
+        assert (sizes.bundles > 0) == (sizes.snapshots > 0) == kept

@@ -30,17 +30,18 @@ def fused(ops: Sequence[Op], block: BlockConfig, tokens: float, across: bool) ->
     """The operations of a layer whose projections of so many tokens are such kernels: of queries, keys and values one,
     of gate and up one. Norms are in what reads them. `across`: sums of what goes back to the stream cross devices."""
     rows, between = math.ceil(tokens), 0
-    attends = isinstance(block.attention, AttentionConfig)
-    gates = isinstance(block.mlp, MlpConfig) and _plain(block.mlp)
-    if attends:
+    mlp, adds = block.mlp, block.norms == "pre" and block.residual_scale == 1 and not block.memory
+    if isinstance(block.attention, AttentionConfig):
         # A rotation and two writes are one kernel; the residual's, which was in the next norm, is in the product's.
-        between += -2 * block.attention.plain + _back(ops, "wo", rows, across)
+        between += -2 * block.attention.plain
+        between += _back(ops, "wo", rows, across) if adds and not block.attention.out_bias else int(across)
         ops = _joined(ops, ("wq", "wk", "wv"))
-    if gates:
-        between += _back(ops, "down", rows, across) - any(
-            has_whole_sums(rows, int(op.dims[2]), int(op.dims[1]), 2) for op in ops if op.what == "gate"
-        )
-        ops = _joined(ops, ("gate", "up"))
+    if isinstance(mlp, MlpConfig):
+        between += _back(ops, "down", rows, across) if adds and not mlp.bias and mlp.out_scale == 1 else int(across)
+        if _plain(mlp):
+            of_gate = (op for op in ops if op.what == "gate")
+            between -= any(has_whole_sums(rows, int(op.dims[2]), int(op.dims[1]), 2) for op in of_gate)
+            ops = _joined(ops, ("gate", "up"))
     return [changed(op, count=op.count + between) if op.what == BETWEEN else op for op in ops]
 
 
