@@ -12,6 +12,7 @@ from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams
 
 SAID = 32  # tokens that each turn adds to what was said before
+SEED = 100  # beside those of what is measured before (engine.py), of which nothing may be found
 
 
 def in_turns(
@@ -20,10 +21,10 @@ def in_turns(
     """A row a turn: all conversations go on at once, each from all that was said in it before. The first turn has
     prompts of `prompt_len` tokens, of which `shared` are the same in all. Pages are counted in the turn."""
     params, vocab = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True), _vocab(engine)
-    talks = prompts(conversations, prompt_len, shared, vocab, seed=0)
+    talks = prompts(conversations, prompt_len, shared, vocab, SEED)
     for turn in range(turns):
         if turn:
-            more = prompts(conversations, SAID, 0, vocab, seed=turn)
+            more = prompts(conversations, SAID, 0, vocab, SEED + turn)
             talks = [[*talk, *said] for talk, said in zip(talks, more, strict=True)]
         before, started, done = engine.stats(), time.perf_counter(), {}
         for i, talk in enumerate(talks):
