@@ -42,6 +42,7 @@ def main(resolved: Resolved, auto: bool) -> int:
     from shardlm.train.program import Program
     from shardlm.train.report import python
     from shardlm.train.shardings import format_shardings
+    from shardlm.train.task import Texts
 
     if _HARDWARE.value and not auto and _PROFILE.value is None:
         raise ShardlmError(
@@ -62,7 +63,10 @@ def main(resolved: Resolved, auto: bool) -> int:
         if profile:
             profile = dataclasses.replace(profile, predicted=predicted(config, _HARDWARE.value))
         started = psutil.Process().create_time()
-        return train(config, command=command, started=started, profile=profile)
+        if config.grpo.reward:
+            from shardlm.reinforce.task import Rewards  # which serves
+        learned = Rewards if config.grpo.reward else Texts
+        return train(config, command=command, started=started, profile=profile, prepare=learned.prepared)
 
 
 def planning() -> list[str]:

@@ -36,6 +36,10 @@ FIELDS = {
     "pipeline": {"schedule", "rounds"},
     "lora": {"rank", "alpha", "targets", "base"},
     "preference": {"beta", "label_smoothing", "sft_weight"},
+    "grpo": {
+        "reward", "group_size", "max_tokens", "updates", "beta", "clip_low", "clip_high", "loss", "scale_rewards",
+        "mask_truncated", "tensor", "kv_cache_gib",
+    },
     "offload": {"optimizer", "params"},
     "slow_link": {"compression", "rank"},
     "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},

@@ -58,6 +58,7 @@ FLOORS = [
     },
     {"profile"},
     {"train", "serve"},
+    {"reinforce"},
     {"plan"},
     {"bench"},
 ]

@@ -7,7 +7,8 @@ the gaps between them, except a gap after a session that ended on purpose. Each 
 - ``step``: training steps that the run still stands on. This is the goodput.
 - ``lost``: steps that a later session did again, because it resumed from a checkpoint before them.
 - ``init`` (start of the process to start of training), ``compile``, ``data`` (the devices waited for a
-  batch), ``checkpoint`` (training stood still for one), ``evaluation``: as the loop measured them.
+  batch), ``sampling`` (they sampled the replies of the next one), ``checkpoint`` (training stood still for
+  one), ``evaluation``: as the loop measured them.
 - ``down``: from the last sign of life of a session to the next start.
 - ``other``: time in a session that nobody measured.
 """
@@ -26,7 +27,7 @@ from shardlm.metrics.jsonl import JsonLines, read
 from shardlm.metrics.progress import format_duration
 
 FILE_NAME = "goodput.jsonl"
-MEASURED = ("step", "compile", "init", "data", "checkpoint", "evaluation")
+MEASURED = ("step", "compile", "init", "data", "sampling", "checkpoint", "evaluation")
 CATEGORIES = (*MEASURED, "lost", "down", "other")
 FLUSH_SECONDS = 5.0  # what a killed process loses at most, to ``down``
 

@@ -96,10 +96,11 @@ def _factored(weight: Weight, table: Table) -> int:
 
 
 def _frozen(sketch: Sketch) -> int:
-    """Under adapters all else, as it is held; of preference training the checkpoint's weights in the compute dtype."""
+    """Under adapters all else, as it is held; of preference training, and of that on rewards with a beta, the
+    checkpoint's weights in the compute dtype."""
     table = sketch.rules.rest
     frozen = [weight for weight in sketch.weights if not weight.trained]
-    if not frozen and sketch.config.preference.beta:
+    if not frozen and (sketch.config.preference.beta or sketch.config.grpo.beta):
         return sum(weight.numbers(table) * _held_bytes(weight, sketch) for weight in sketch.weights)
     return sum(weight.numbers(table) * weight.itemsize for weight in frozen)
 

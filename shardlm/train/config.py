@@ -16,6 +16,8 @@ from shardlm.precision import Precision
 from shardlm.rules import Preset
 from shardlm.train.compression import Compression
 
+PolicyLoss = Literal["dapo", "grpo", "dr_grpo"]
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -142,6 +144,51 @@ class PreferenceConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class GrpoConfig:
+    """Reinforcement learning of a checkpoint on its own replies (shardlm/reinforce/): group relative policy
+    optimisation (GRPO, https://arxiv.org/abs/2402.03300, section 4.1). train.global_batch is the number of replies.
+
+    reward          functions that judge replies, "package.module:function" or "file.py:function", in TRL's form; their
+                    sum counts; empty: no reinforcement learning
+    group_size      replies to each prompt, which are judged against each other
+    max_tokens      of a reply
+    updates         steps that are made with the same replies
+    beta            weight of the divergence from the checkpoint (KL); 0: none, and no copy of it
+    clip_low        how far a token's probability may fall below that with which it was sampled before its gradient ends
+    clip_high       how far it may rise (0.28 in DAPO, https://arxiv.org/abs/2503.14476)
+    loss            what a mean is over: "dapo" all tokens, "grpo" replies, and tokens in each, "dr_grpo" replies of
+                    max_tokens, however long they are (https://arxiv.org/abs/2503.20783)
+    scale_rewards   whether advantages are divided by the standard deviation of their group; Dr. GRPO does not
+    mask_truncated  whether replies that max_tokens ended teach nothing
+    tensor          devices over which each copy of the model that samples is split; the others hold more copies
+    kv_cache_gib    of the pages of those that sample, on each device
+    """
+
+    reward: tuple[str, ...] = ()
+    group_size: int = 8
+    max_tokens: int = 512
+    updates: int = 1
+    beta: float = 0.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    loss: PolicyLoss = "dapo"
+    scale_rewards: bool = True
+    mask_truncated: bool = False
+    tensor: int = 1
+    kv_cache_gib: float = 4.0
+
+    def __post_init__(self):
+        for name, least in (("group_size", 2), ("max_tokens", 1), ("updates", 1), ("tensor", 1)):
+            if getattr(self, name) < least:
+                raise ShardlmError(f"grpo.{name}={getattr(self, name)}: it must be at least {least}")
+        if self.beta < 0 or not 0 < self.clip_low < 1 or self.clip_high <= 0 or self.kv_cache_gib <= 0:
+            raise ShardlmError(
+                f"grpo.beta={self.beta}, clip_low={self.clip_low}, clip_high={self.clip_high}, "
+                f"kv_cache_gib={self.kv_cache_gib}: beta is at least 0, clip_low between 0 and 1, the others above 0"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class OffloadConfig:
     """What rests in the host's pinned memory between its uses in a step (train/offload.py). Blocks' inputs go there by
     remat="offload".
@@ -193,6 +240,7 @@ class RunConfig:
     matmul       numbers that projections multiply (ops/quantized_matmul.py)
     lora         adapters that are trained instead of the weights
     preference   training on pairs of answers instead of next tokens
+    grpo         training on rewards of the model's own replies
     offload      what rests in host memory
     pipeline     schedule of mesh.pipeline's stages
     slow_link    compression of what crosses mesh.data
@@ -216,6 +264,7 @@ class RunConfig:
     matmul: Matmul = "dtype"
     lora: LoraConfig = LoraConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    grpo: GrpoConfig = GrpoConfig()
     offload: OffloadConfig = OffloadConfig()
     pipeline: PipelineConfig = PipelineConfig()
     unroll: int = 1

@@ -226,13 +226,17 @@ class LocalSteps:
 SUMMED, LARGEST, SMALLEST = {"tokens", "attention_pairs"}, {"skipped", "bad_steps"}, {"finite"}
 
 
-def readings(metrics: Mapping[str, jax.Array]) -> dict[str, float | list]:
+def readings(metrics: Mapping[str, jax.Array | float]) -> dict[str, float | list]:
     """A step's metrics as numbers, or lists of them. What each replica has of its own, [R, ...] over `data`, is summed
     up over the replicas that this process holds, so that reading it waits for no other site: a sum is scaled to all
     replicas, a mean is theirs."""
 
-    def value(name: str, metric: jax.Array) -> float | list:
-        if metric.ndim == 0 or "data" not in jax.tree.leaves(metric.sharding.spec[:1]):
+    def value(name: str, metric: jax.Array | float) -> float | list:
+        if (
+            not isinstance(metric, jax.Array)
+            or metric.ndim == 0
+            or "data" not in jax.tree.leaves(metric.sharding.spec[:1])
+        ):
             return np.asarray(metric).tolist()
         held = {shard.index[0].start or 0: np.asarray(shard.data) for shard in metric.addressable_shards}
         own = np.concatenate(list(held.values()))

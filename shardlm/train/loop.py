@@ -5,15 +5,13 @@ import contextlib
 import dataclasses
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from shardlm import hardware
 from shardlm.checkpoint import Checkpoints
-from shardlm.data.loader import Loader
-from shardlm.data.prepare import Prepared, prepare
-from shardlm.errors import ShardlmError
 from shardlm.flops import forward_flops, training_flops
 from shardlm.metrics.goodput import Goodput
 from shardlm.metrics.log import MetricsLog
@@ -23,23 +21,29 @@ from shardlm.run_files import CHECKPOINTS
 from shardlm.run_lock import only_trainer
 from shardlm.state import TrainState
 from shardlm.train import report
-from shardlm.train.batches import local_rows, to_devices
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig
 from shardlm.train.diloco import readings
-from shardlm.train.evaluate import Evaluator
 from shardlm.train.faults import StopSignal, check_finite
 from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
 from shardlm.train.resume import claim, resume
 from shardlm.train.strategy import Step
+from shardlm.train.task import Source, Task, Texts
 
 
-def train(config: RunConfig, *, command: str, started: float, profile: ProfileSteps | None = None) -> int:
+def train(
+    config: RunConfig,
+    *,
+    command: str,
+    started: float,
+    profile: ProfileSteps | None = None,
+    prepare: Callable[[Program], Task] = Texts.prepared,
+) -> int:
     """Runs or resumes the run in config.run_dir to its last step, or until a signal; returns the exit status.
 
     `command` starts this run again, for messages; `started` is when this process began, in seconds since 1970;
-    `profile` are steps to profile.
+    `profile` are steps to profile; `prepare` makes what it learns from.
     Raises ShardlmError for whatever the user can solve.
     """
     if profile:
@@ -48,20 +52,19 @@ def train(config: RunConfig, *, command: str, started: float, profile: ProfileSt
         config = dataclasses.replace(config, model=config.model.pinned())
     program = Program.make(config, config.mesh.build())
     run_dir = pathlib.Path(config.run_dir)
-    with report.Preparing(enabled=jax.process_index() == 0) as progress:
-        data = prepare(config.data, progress)
-    check_vocabulary(program.model.config, data.tokenizer.vocab_size, getattr(config.model, "folder", ""))
-    loader = make_loader(program, data)
+    task = prepare(program)
+    check_vocabulary(program.model.config, task.tokenizer.vocab_size, getattr(config.model, "folder", ""))
+    source = task.source()
     with only_trainer(run_dir) if jax.process_index() == 0 else contextlib.nullcontext():
-        changes = claim(run_dir, config, data)
+        changes = claim(run_dir, config, task.tokenizer, task.tokenizer_path)
         with (
             jax.set_mesh(program.mesh),
             Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
             StopSignal() as stop,
-            Run.start(program, data, loader, checkpoints, started, profile) as run,
+            Run.start(program, task, source, checkpoints, started, profile) as run,
         ):
             stop.listen()
-            run.say(report.opening(program, data, run.loader, changes, run.step))
+            run.say(report.opening(program, task.described(source), changes, run.step))
             state = run.until_done_or_stopped(stop)
             if stop.name or run.step < config.train.steps:
                 run.say(report.stopped(stop.name, run.step, checkpoints.directory, command))
@@ -70,28 +73,15 @@ def train(config: RunConfig, *, command: str, started: float, profile: ProfileSt
     return 0
 
 
-def make_loader(program: Program, data: Prepared) -> Loader:
-    """The training batches, of each the rows that this process's devices hold."""
-    config, train = program.config, program.config.train
-    return Loader(
-        data.train,
-        seq_len=train.seq_len,
-        global_batch=train.global_batch,
-        seed=config.data.seed,
-        rows=local_rows(program.batch_sharding, program.slots, train.seq_len),
-        packing=config.data.packing,
-    )
-
-
 @dataclasses.dataclass
 class Run:
     """One session of a run: what the loop uses and where it stands. `step` counts finished steps."""
 
     program: Program
-    data: Prepared
-    loader: Loader
+    task: Task
+    source: Source
     checkpoints: Checkpoints
-    evaluator: Evaluator
+    evaluator: Any
     train_step: Step
     goodput: Goodput
     log: MetricsLog
@@ -106,8 +96,8 @@ class Run:
     def start(
         cls,
         program: Program,
-        data: Prepared,
-        loader: Loader,
+        task: Task,
+        source: Source,
         checkpoints: Checkpoints,
         started: float,
         profile: ProfileSteps | None,
@@ -115,7 +105,7 @@ class Run:
         """Restores or creates the state and compiles; under the program's mesh."""
         config, first = program.config, jax.process_index() == 0
         run_dir = pathlib.Path(config.run_dir)
-        state, step, origin = resume(program, checkpoints, loader)
+        state, step, origin = resume(program, checkpoints, source)
         if profile:
             profile.check(config.train.steps, done=step)
         goodput = Goodput(run_dir, step, started, enabled=first)
@@ -127,13 +117,13 @@ class Run:
                 progress.note(xla.report())
             compiled = program.compile_all(dict(xla.options))
             train_step = program.strategy.assemble(compiled)
-            evaluator = Evaluator(program, data, program.lower_eval().compile(dict(xla.options)))
+            evaluator = task.evaluator(dict(xla.options))
         gpu = hardware.lookup(jax.devices()[0].device_kind)
         peak = gpu and gpu.peak.of(config.precision)
         meter = RateMeter(peak, jax.device_count())
         log = MetricsLog(run_dir, step, enabled=first)
         profiler = Profiler(profile, program, lambda: {name: compiled[name].as_text() for name in compiled})
-        parts = (program, data, loader, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
+        parts = (program, task, source, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
         return cls(*parts, state, step)
 
     def __enter__(self) -> "Run":
@@ -144,7 +134,7 @@ class Run:
         self.say(self.profiler.close())
         self.progress.__exit__(*error)
         self.log.close()
-        self.loader.close()
+        self.source.close()
         self.goodput.__exit__(*error)
 
     def say(self, text: str) -> None:
@@ -161,14 +151,14 @@ class Run:
         self.say(self.profiler.reached(self.step, self.state))
         clock = time.monotonic()
         for step in range(self.step + 1, train.steps + 1):
-            with self.goodput.measure("data"):
-                batch = self._next_batch()
+            with self.goodput.measure(self.source.waits_for):
+                batch, beside = self.source.next(self.state)
             with self.goodput.measure("step"):
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     self.state, metrics = self.train_step(step, self.state, batch)
                 if in_flight:
                     clock = self.report(*in_flight, clock)
-                in_flight = (step, metrics)
+                in_flight = (step, metrics | beside)
                 last = step == train.steps or (step % self._agree_every() == 0 and stop.agreed())
                 evaluates = step % train.eval_every == 0 or step == train.steps
                 if last or evaluates or self.checkpoints.due(step) or self.profiler.is_edge(step):
@@ -180,7 +170,7 @@ class Run:
                 with self.goodput.measure("checkpoint"):
                     metrics = self.validation if evaluates else {}
                     saved = dataclasses.replace(self.state, frozen=None)
-                    self.checkpoints.save(step, saved, self.loader.get_state(), metrics)
+                    self.checkpoints.save(step, saved, self.source.get_state(), metrics)
             if last:
                 break
             if in_flight is None:
@@ -214,7 +204,7 @@ class Run:
         self.goodput.step_done(step)
         self.progress.update(step, values["loss"], rates)
         if step % train.log_every == 0 or step == train.steps or bad:
-            self.log.write(step, values | _rates(rates) | {"epoch": self.loader.epoch})
+            self.log.write(step, values | _rates(rates) | {"epoch": self.source.epoch})
         return now
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -228,19 +218,11 @@ class Run:
         self.say(f"step {self.step}: " + report.describe_validation(values))
         return values
 
-    def _next_batch(self) -> dict[str, jax.Array]:
-        sharding, train = self.program.batch_sharding, self.program.config.train
-        rows = local_rows(sharding, self.program.slots, train.seq_len)
-        try:
-            return to_devices(next(self.loader), rows, sharding, self.program.slots)
-        except StopIteration:
-            raise ShardlmError("the training data ended; set data to more text or train.steps to fewer") from None
-
     def _flops(self, values: dict[str, float]) -> float:
         model = self.program.model.config
         macs = model.attention_macs(values["attention_pairs"], values["tokens"])
         args, config = (model.parameters_per_token(), values["tokens"], macs), self.program.config
-        reference = forward_flops(*args) if config.preference.beta else 0
+        reference = forward_flops(*args) if config.preference.beta or config.grpo.beta else 0
         return training_flops(*args, frozen=config.lora.rank > 0) + reference
 
     def _last_good(self) -> str:

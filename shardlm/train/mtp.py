@@ -73,10 +73,11 @@ def check_mtp(config: RunConfig, model: Any) -> None:
     if not model.mtp:
         return
     what = f"the model has {model.mtp.depth} modules that predict further tokens"
-    if config.preference.beta:
+    if config.preference.beta or config.grpo.reward:
+        given = f"preference.beta={config.preference.beta}" if config.preference.beta else "grpo.reward"
         raise ShardlmError(
-            f"{what}, and preference.beta={config.preference.beta} does not train them: leave them out (model.mtp="
-            "False), or train adapters by lora.rank, which leave them as they are"
+            f"{what}, and {given} does not train them: leave them out (model.mtp=False), or "
+            "train adapters by lora.rank, which leave them as they are"
         )
     if not config.train.mtp_loss:
         raise ShardlmError(

@@ -18,7 +18,7 @@ from shardlm.ops.preference import pair_sums, preference_loss
 from shardlm.state import ModelDef
 from shardlm.train.config import PreferenceConfig, RunConfig
 from shardlm.train.replicas import apart
-from shardlm.train.step import Batch, NextToken, Objective, head_layout, in_order, loads, with_auxiliary
+from shardlm.train.step import Batch, NextToken, head_layout, in_order, loads, with_auxiliary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Preference:
     reference: ModelDef
     counted = "pairs"
     reported = ("loss", "reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
+    columns = ()
 
     @classmethod
     def make(cls, config: PreferenceConfig, model: ModelDef) -> "Preference":
@@ -44,6 +45,9 @@ class Preference:
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(_begins(batch))
 
+    def used(self, batch: Batch, microbatches: int) -> int:
+        return microbatches
+
     def weights(self, batch: Batch, scale: jax.Array) -> dict[str, jax.Array]:
         """A pair's weight stands at its first token. Auxiliary losses weigh tokens as in `NextToken`."""
         begins = _begins(batch)
@@ -53,8 +57,8 @@ class Preference:
     def sums(self, model: ModelDef, params: Any, batch: Batch, weights: dict[str, jax.Array]):
         """Besides the auxiliary ones, the parts are sums over pairs of the metrics that `metrics` names."""
         batch, weights = in_order((batch, weights), model.execution)
-        nll, aux = _token_nll(model, params, batch, weights["tokens"])
-        before, _ = _token_nll(self.reference, model.frozen, batch, weights["tokens"])
+        nll, aux = token_nll_of(model, params, batch, weights["tokens"])
+        before, _ = token_nll_of(self.reference, model.frozen, batch, weights["tokens"])
         segments, scored = batch["segment_ids"], batch["loss_mask"]
         sums = functools.partial(pair_sums, segment_ids=segments, most=MAX_PAIRS)
         chosen, rejected = (self.config.beta * gain for gain in sums((before - nll) * scored))
@@ -79,15 +83,8 @@ class Preference:
         return {name: parts[name] for name in self.reported} | loads(parts)
 
 
-def objective(config: RunConfig, model: ModelDef) -> Objective:
-    """What a run makes smaller; under its mesh."""
-    if config.preference.beta:
-        return Preference.make(config.preference, model)
-    return NextToken(config.train.z_loss, config.train.mtp_loss)
-
-
-def _token_nll(model: ModelDef, params: Any, batch: Batch, weights: jax.Array):
-    """([B, T] of the targets, the layers' auxiliary values)."""
+def token_nll_of(model: ModelDef, params: Any, batch: Batch, weights: jax.Array):
+    """(float32 [B, T] of the targets, the layers' auxiliary values), of a batch in the order of its rows."""
     lm = model.model(params)
     ctx = Packed.make(batch["segment_ids"], weights, model.execution)
     hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)

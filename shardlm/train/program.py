@@ -24,7 +24,7 @@ from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
 from shardlm.train.batches import slots
 from shardlm.train.config import OffloadConfig, RunConfig
-from shardlm.train.preference import objective as objective_of
+from shardlm.train.objectives import objective_of
 from shardlm.train.replicas import shares
 from shardlm.train.settled import settle
 from shardlm.train.step import Objective, StepConfig, make_eval_step
@@ -77,6 +77,7 @@ class Program:
         shape = (len(self.slots), self.config.train.seq_len)
         names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
         dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in names}
+        dtypes |= dict.fromkeys(self.objective.columns, jnp.float32)
         return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for n, dtype in dtypes.items()}
 
     def state_shapes(self) -> TrainState:
@@ -97,9 +98,9 @@ class Program:
         return dataclasses.replace(state, frozen=frozen)
 
     def frozen_shapes(self) -> Any:
-        """Of `TrainState.frozen`, at rest: the weights that adapters stand on, or those that preferences are measured
-        from; None where there is neither."""
-        if self.config.lora.rank or self.config.preference.beta:
+        """Of `TrainState.frozen`, at rest: the weights that adapters stand on, or those that preferences and rewarded
+        replies are measured from; None where there are none."""
+        if self.config.lora.rank or self.config.preference.beta or self.config.grpo.beta:
             return self.model.held_at_rest(self.mesh)
         return None
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardlm.data.loader import Loader
 from shardlm.data.ngram import Baselines
 from shardlm.data.prepare import Prepared
 from shardlm.generate import Sampling, generate
@@ -64,9 +63,9 @@ class Preparing:
         self._bar.update(self._tasks[stage], completed=done, total=total)
 
 
-def opening(program: Program, data: Prepared, loader: Loader, changes: list[str], step: int = 0) -> str:
-    """The run, which has `step` steps behind it, in a few lines: model, mesh, data, and what changed since its last
-    start."""
+def opening(program: Program, of_data: list[str], changes: list[str], step: int = 0) -> str:
+    """The run, which has `step` steps behind it, in a few lines: model, mesh, `of_data`, and what changed since its
+    last start."""
     config, model = program.config, program.model
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
     size = f"{parameters / 1e6:,.{1 if parameters >= 1e5 else 3}f}M parameters"
@@ -77,27 +76,15 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
             f"({frozen / 2**30:,.3f} GiB{frozen_in(model.execution)})"
         )
     train = config.train
-    tokens = train.steps * train.global_batch * train.seq_len
     lines = [
         f"model: {size}, {config.precision}, attention by {model.execution.attention}"
         + (f", {config.matmul} matmuls" if config.matmul != "dtype" else ""),
         f"mesh: {program.rules.mesh} over {program.mesh.size} {program.mesh.devices.flat[0].device_kind} devices, "
         f"rules {config.rules}",
-        f"data: {data.train.num_tokens:,} training tokens, {data.validation.num_tokens:,} validation tokens, "
-        f"vocabulary {data.tokenizer.vocab_size:,}, {loader.padding_fraction:.2%} padding",
-        f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
-        f"{tokens / data.train.num_tokens:.2f} epochs",
+        *of_data,
     ]
     if step >= train.steps:
         lines.append(f"the run has {step:,} steps behind it, so none is left to do: it is evaluated as it is")
-    if config.preference.beta:
-        pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
-        held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.frozen_shapes()))
-        where = "which adapters stand on" if config.lora.rank else f"{held / 2**30:,.3f} GiB over all devices"
-        lines.append(
-            f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; beta {config.preference.beta}, "
-            f"reference {config.model.folder}, {where}"
-        )
     if program.rules.mesh.pipeline > 1:
         idle = program.schedule().bubble_fraction()
         lines.append(
@@ -121,6 +108,32 @@ def opening(program: Program, data: Prepared, loader: Loader, changes: list[str]
     return "\n".join(lines + [f"changed since the last start: {change}" for change in changes])
 
 
+def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[str]:
+    """The data of a run in a few lines."""
+    config, train = program.config, program.config.train
+    tokens = train.steps * train.global_batch * train.seq_len
+    lines = [
+        f"data: {data.train.num_tokens:,} training tokens, {data.validation.num_tokens:,} validation tokens, "
+        f"vocabulary {data.tokenizer.vocab_size:,}, {padding_fraction:.2%} padding",
+        f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
+        f"{tokens / data.train.num_tokens:.2f} epochs",
+    ]
+    if config.preference.beta:
+        pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
+        lines.append(
+            f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; beta {config.preference.beta}, "
+            f"{reference(program)}"
+        )
+    return lines
+
+
+def reference(program: Program) -> str:
+    """What the model is held to, and where it is."""
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.frozen_shapes()))
+    where = "which adapters stand on" if program.config.lora.rank else f"{held / 2**30:,.3f} GiB over all devices"
+    return f"reference {program.config.model.folder}, {where}"
+
+
 def frozen_in(execution: Execution) -> str:
     """What the frozen weights of projections are in, with those of a checkpoint's few bits that cannot be; "" where all
     are in the compute dtype."""
@@ -134,6 +147,9 @@ def frozen_in(execution: Execution) -> str:
 def describe_validation(values: dict[str, float]) -> str:
     """One line of validation metrics."""
     ema = f", averaged weights {values['validation_loss_ema']:.4f}" if "validation_loss_ema" in values else ""
+    if "validation_reward" in values:
+        tokens, cut = values["validation_reply_tokens"], values["validation_truncated_fraction"]
+        return f"validation reward {values['validation_reward']:.4f}, {tokens:,.0f} tokens a reply, {cut:.1%} cut off"
     loss = values["validation_loss"]
     if "validation_reward_accuracy" in values:
         margin, accuracy = values["validation_reward_margin"], values["validation_reward_accuracy"]
@@ -201,7 +217,7 @@ def _comparison(baselines: Baselines, loss: float) -> str:
 
 def _sample(run: "Run", state: TrainState) -> str:
     """Text that the model continues the configured prompt with."""
-    tokenizer, prompt = run.data.tokenizer, run.program.config.train.sample_prompt
+    tokenizer, prompt = run.task.tokenizer, run.program.config.train.sample_prompt
     tokens = generate(
         run.program.decoder(),
         run.program.model.bound(state.frozen).whole(state.params),

@@ -11,8 +11,6 @@ import jax
 from shardlm.checkpoint import Checkpoints
 from shardlm.config import ABSENT, difference, from_json, to_json
 from shardlm.data.chats import template_of
-from shardlm.data.loader import Loader
-from shardlm.data.prepare import Prepared
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import behind_it
 from shardlm.models.pretrained import Pretrained
@@ -21,13 +19,14 @@ from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
+from shardlm.train.task import Source
 
 # What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
 FIXED = ("model.", "lora.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.")
 SHOWN = 4  # options of a config.json that a message names
 
 
-def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]:
+def claim(run_dir: pathlib.Path, config: RunConfig, tokenizer: Tokenizer, tokenizer_path: pathlib.Path) -> list[str]:
     """Writes configuration and tokenizer into the run directory; returns what changed since its last start.
 
     Raises ShardlmError when the directory holds checkpoints of another model or tokenizer.
@@ -37,7 +36,7 @@ def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]
         before = find_run(run_dir)
         changed = difference(from_json(RunConfig, before.config_json), config)
         fixed = [said for path, old, new in changed if path.startswith(FIXED) for said in another(path, old, new)]
-        if before.tokenizer_path and Tokenizer.load(before.tokenizer_path).fingerprint != data.tokenizer.fingerprint:
+        if before.tokenizer_path and Tokenizer.load(before.tokenizer_path).fingerprint != tokenizer.fingerprint:
             fixed.append("the tokenizer is another one")
         if fixed:
             raise ShardlmError(
@@ -46,7 +45,7 @@ def claim(run_dir: pathlib.Path, config: RunConfig, data: Prepared) -> list[str]
             )
         changes = [f"{path}: {old!r} -> {new!r}" for path, old, new in changed]
     if jax.process_index() == 0:
-        save_run_files(run_dir, to_json(config), data.tokenizer_path)
+        save_run_files(run_dir, to_json(config), tokenizer_path)
         if config.data.chat_template:
             template_of(config.data.chat_template).save(run_dir)
     return changes
@@ -71,19 +70,19 @@ def _by_real_path(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"quantization_config": {**options["quantization_config"], "file": os.path.realpath(file)}}
 
 
-def resume(program: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[TrainState, int, str]:
+def resume(program: Program, checkpoints: Checkpoints, source: Source) -> tuple[TrainState, int, str]:
     """The state to start from, the number of steps it stands for, and a line that says where it came from."""
     if checkpoints.latest() is None:
-        source = (
+        origin = (
             f"the weights of {program.config.model.folder}"
             if isinstance(program.config.model, Pretrained)
             else "new weights"
         )
         adapters = ", with new adapters" if program.config.lora.rank else ""
-        return program.init(program.pretrained(), program.frozen()), 0, f"starting from {source}{adapters}"
+        return program.init(program.pretrained(), program.frozen()), 0, f"starting from {origin}{adapters}"
     restored = checkpoints.restore(dataclasses.replace(program.state_shapes(), frozen=None))
-    loader.set_state(restored.data_state)
+    source.set_state(restored.data_state)
     state = dataclasses.replace(restored.state, frozen=program.frozen())
     left = f" (removed what an interrupted save left: {', '.join(checkpoints.removed)})" if checkpoints.removed else ""
-    source = checkpoints.directory / str(restored.step)
-    return state, restored.step, f"resuming after step {restored.step} from {source}{left}"
+    where = checkpoints.directory / str(restored.step)
+    return state, restored.step, f"resuming after step {restored.step} from {where}{left}"

@@ -28,6 +28,7 @@ from shardlm.train.config import RunConfig
 from shardlm.train.lora import check_lora
 from shardlm.train.mtp import check_mtp
 from shardlm.train.offload import check_offload
+from shardlm.train.policy import check_policy
 from shardlm.train.preference import check_preference
 from shardlm.train.replicas import check_replicas, shares
 
@@ -71,6 +72,7 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_matmul(config.matmul, config.precision, device)
     check_lora(config)
     check_preference(config)
+    check_policy(config)
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
     heads = {(a.head_dim, a.value_dim) for a in shape.attention_kinds}

@@ -32,13 +32,18 @@ class Objective(Protocol):
 
     counted   "tokens" or "pairs": what the mean is over
     reported  the metrics that evaluations state, the loss first
+    columns   float32 [B, T] of a batch beside those that all have
     """
 
     counted: str
     reported: tuple[str, ...]
+    columns: tuple[str, ...]
 
     def count(self, batch: Batch) -> jax.Array:
         """How many of them are in the batch, a float32 scalar."""
+
+    def used(self, batch: Batch, microbatches: int) -> int | jax.Array:
+        """How many of the batch's microbatches hold anything: the first ones."""
 
     def weights(self, batch: Batch, scale: jax.Array) -> Any:
         """float32 [B, T], or a tree of them: what each token weighs in the sums, for a mean over this batch, times
@@ -60,9 +65,13 @@ class NextToken:
     mtp_loss: float = 0.0
     counted = "tokens"
     reported = ("loss",)
+    columns = ()
 
     def count(self, batch: Batch) -> jax.Array:
         return jnp.sum(batch["loss_mask"])
+
+    def used(self, batch: Batch, microbatches: int) -> int:
+        return microbatches
 
     def weights(self, batch: Batch, scale: jax.Array) -> jax.Array:
         return batch["loss_mask"] * (scale / jnp.maximum(jnp.sum(batch["loss_mask"]), 1))
@@ -167,7 +176,8 @@ def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, conf
     Returns (gradients where the rules rest them, the objective's metrics).
     """
     weights = config.objective.weights(batch, scale)
-    grads, parts = accumulated(model, params, batch, weights, config, config.accumulation)
+    used = config.objective.used(batch, config.accumulation)
+    grads, parts = accumulated(model, params, batch, weights, config, used)
     return grads, config.objective.metrics(jax.tree.map(lambda a: a / scale, parts))
 
 
@@ -240,6 +250,12 @@ def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
     rows = rules.act.spec("batch", None, "whole_seq")
     split = a.reshape(a.shape[0] // count, count, *a.shape[1:], out_sharding=rows)
     return jnp.moveaxis(split, 1, 0)
+
+
+def filled_microbatches(batch: Batch, count: int) -> jax.Array:
+    """How many microbatches there are up to the last that holds a token, at least 1: an int32 scalar."""
+    filled = jnp.any(batch["segment_ids"] > 0, axis=1)  # [B], row r in microbatch r % count
+    return jnp.max(jnp.where(filled, jnp.arange(len(filled)) % count + 1, 1))
 
 
 def make_train_step(

@@ -1,0 +1,99 @@
+"""What replies are sampled to: JSONL to prompts of tokens, and the order in which they are taken.
+
+A line is {"prompt"}, a text, which is taken as it is, or messages [{"role", "content"}, ...], which
+data.chat_template renders up to where the assistant begins; with "tools" where there are some. Whatever else it has
+goes to the rewards."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardlm.chat import ChatTemplate
+from shardlm.data.chats import checked
+from shardlm.data.corpus import find_sources, read_lines
+from shardlm.errors import ShardlmError
+from shardlm.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """given: the text or the messages. tokens: what the model reads. columns: the rest of its line."""
+
+    given: str | list[Mapping[str, Any]]
+    tokens: tuple[int, ...]
+    columns: Mapping[str, Any]
+
+    def completion(self, text: str) -> str | list[dict[str, str]]:
+        """A reply in the form of the prompt."""
+        return text if isinstance(self.given, str) else [{"role": "assistant", "content": text}]
+
+
+def read(
+    paths: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None, longest: int, what: str
+) -> tuple[Prompt, ...]:
+    """The prompts of these files, of at most `longest` tokens. Raises ShardlmError that names file and line for what is
+    no prompt, and for prompts that are longer."""
+    found = []
+    for source in find_sources(paths):
+        if source.kind != "jsonl":
+            raise ShardlmError(f"{source.path}: prompts are read from .jsonl, one a line")
+        for number, line, _ in read_lines(source):
+            where = f"{source.path}:{number}"
+            try:
+                found.append(_prompt(json.loads(line), where, tokenizer, template))
+            except ValueError as error:
+                raise ShardlmError(f"{where} is not JSON: {error}") from None
+    too_long = [len(prompt.tokens) for prompt in found if len(prompt.tokens) > longest]
+    if too_long:
+        raise ShardlmError(
+            f"{len(too_long):,} of {len(found):,} prompts of {what} are longer than the {longest:,} tokens that "
+            f"train.seq_len leaves beside grpo.max_tokens; the longest has {max(too_long):,}. Set train.seq_len to "
+            "more, grpo.max_tokens to less, or leave those prompts out"
+        )
+    return tuple(found)
+
+
+def _prompt(line: Any, where: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Prompt:
+    if not isinstance(line, dict) or not line.get("prompt"):
+        raise ShardlmError(
+            f'{where} has no prompt; a line is {{"prompt": ...}}, a text or messages, and what rewards ask'
+        )
+    given, tools = line["prompt"], line.get("tools")
+    columns = {name: value for name, value in line.items() if name not in ("prompt", "tools")}
+    if isinstance(given, str):
+        return Prompt(given, tuple(tokenizer.encode_prompt(given)), columns)
+    messages = checked(given, f"{where} (prompt)")
+    if template is None:
+        raise ShardlmError(
+            f"{where}: the prompt has messages; set data.chat_template to the folder or file of a template"
+        )
+    text = template.render(messages, tools, add_generation_prompt=True)
+    return Prompt(given, tuple(tokenizer.encode(text)), columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Prompts by their number in epochs laid end to end, each shuffled anew by the seed."""
+
+    prompts: tuple[Prompt, ...]
+    seed: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Of prompts and seed, which decide what comes."""
+        content = json.dumps([self.seed, [prompt.tokens for prompt in self.prompts]])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def take(self, first: int, count: int) -> list[Prompt]:
+        """So many from there on."""
+        return [
+            self.prompts[self._epoch(i // len(self.prompts))[i % len(self.prompts)]]
+            for i in range(first, first + count)
+        ]
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))

@@ -1,0 +1,90 @@
+"""Functions of the user's that judge replies, in the form that TRL gives them
+(https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward function")."""
+
+import dataclasses
+import importlib
+import importlib.util
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardlm.errors import ShardlmError
+
+FORM = "package.module:function or file.py:function"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """A function and what it is called: `function(prompts=, completions=, completion_ids=, **columns)` gives a number
+    for each reply, or None of those it does not judge. A prompt that is a text has completions that are texts, one of
+    messages has messages."""
+
+    name: str
+    function: Callable[..., Sequence[float | None]]
+
+    def judge(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence]) -> np.ndarray:
+        """float64 [replies], NaN where it gives None. Raises ShardlmError for what is no reward."""
+        try:
+            found = list(self.function(prompts=list(prompts), completions=list(completions), **columns))
+        except Exception as error:
+            raise ShardlmError(
+                f"the reward {self.name} ended with {type(error).__name__}: {error}; it is called with prompts, "
+                f"completions, {', '.join(columns)}, each a list of {len(prompts)}"
+            ) from error
+        if len(found) != len(prompts):
+            raise ShardlmError(f"the reward {self.name} gave {len(found)} numbers for {len(prompts)} replies")
+        for value in found:
+            if value is not None and not (isinstance(value, int | float | np.number) and math.isfinite(value)):
+                raise ShardlmError(f"the reward {self.name} gave {value!r}; a reward is a finite number, or None")
+        return np.array([math.nan if value is None else float(value) for value in found])
+
+
+def load(where: str) -> Reward:
+    """The function at "package.module:function" or "file.py:function". Raises ShardlmError where there is none."""
+    module, _, name = where.rpartition(":")
+    if not module or not name:
+        raise ShardlmError(f"grpo.reward={where!r} names no function; write {FORM}")
+    try:
+        found = _of_file(pathlib.Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    except ImportError as error:
+        raise ShardlmError(f"grpo.reward={where}: {error}; write {FORM}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        others = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        raise ShardlmError(
+            f"grpo.reward={where}: {module} has no function {name}; it has {', '.join(others) or 'none'}"
+        )
+    return Reward(name, function)
+
+
+def _of_file(path: pathlib.Path) -> Any:
+    if not path.is_file():
+        raise ShardlmError(f"grpo.reward: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses of a module look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def summed(judged: Sequence[np.ndarray], names: Sequence[str]) -> np.ndarray:
+    """The sum of several rewards of each reply, [replies]; those that do not judge it add nothing. Raises ShardlmError
+    where none does."""
+    each = np.stack(judged)
+    nobody = np.flatnonzero(np.isnan(each).all(axis=0))
+    if len(nobody):
+        raise ShardlmError(
+            f"reply {nobody[0]} of {each.shape[1]} is judged by none of {', '.join(names)}: all gave None"
+        )
+    return np.nansum(each, axis=0)
+
+
+def advantages(rewards: np.ndarray, scale: bool) -> np.ndarray:
+    """[prompts, group] of rewards -> how much better each reply is than its group, with `scale` in standard deviations
+    of it (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2). A group whose replies are all as good has zeros."""
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return centred / (rewards.std(axis=1, keepdims=True) + 1e-4) if scale else centred

@@ -1,0 +1,93 @@
+"""Copies of the model that is trained, which sample on the same devices: an engine of shardlm/serve whose weights are
+replaced before it samples."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from shardlm.errors import ShardlmError
+from shardlm.layers.lora import beside
+from shardlm.mesh import MeshSpec
+from shardlm.precision import COMPUTE_DTYPE
+from shardlm.serve.llm import LLM
+from shardlm.serve.outputs import CompletionOutput, whole
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.state import ModelDef
+from shardlm.train.config import RunConfig
+
+MAX_ROWS = 256  # that a copy samples at once; no more than its share of the replies, so that fewer programs compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """`llm` and the model whose weights it is given."""
+
+    llm: LLM
+    model: ModelDef
+
+    @classmethod
+    def make(cls, config: RunConfig, model: ModelDef, devices: int) -> "Sampler":
+        """Of config.model's checkpoint, over all devices. Raises ShardlmError for what does not fit."""
+        grpo = config.grpo
+        if devices % grpo.tensor:
+            choices = [str(n) for n in range(1, devices + 1) if devices % n == 0]
+            raise ShardlmError(
+                f"grpo.tensor={grpo.tensor} does not divide {devices} devices; choose from {', '.join(choices)}"
+            )
+        copies = devices // grpo.tensor
+        llm = LLM(
+            config.model.folder,
+            mesh=MeshSpec(data=copies, tensor=grpo.tensor),
+            max_num_seqs=min(MAX_ROWS, -(-config.train.global_batch // copies)),
+            dtype=jnp.dtype(COMPUTE_DTYPE[config.precision]).name,
+            quantization="dtype",
+            max_model_len=config.train.seq_len,
+            kv_cache_bytes=int(grpo.kv_cache_gib * 2**30 * devices),
+        )
+        return cls(llm, model)
+
+    def update(self, params: Any, frozen: Any) -> None:
+        """Samples with these weights of a training state from now on."""
+        lora = self.model.execution.lora
+        if lora.rank:
+            add = jax.jit(lambda base, adapters: added(base, adapters, lora.alpha / lora.rank))
+            params = add(frozen, params)
+        self.llm.update_weights(params)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[list[CompletionOutput]]:
+        """The replies to each prompt. Raises EngineError where one broke."""
+        asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        return [output.outputs for output in whole(self.llm.generate(asked, params, use_tqdm=False))]
+
+
+def added(base: Any, adapters: Any, factor: float) -> Any:
+    """Weights with adapters in them, W + factor A B, in the dtype of W, for a model without: `merge.merged` for arrays
+    on devices."""
+    flat, given = flatten_dict(base), flatten_dict(adapters)
+
+    def whole_of(path: tuple, w: jax.Array) -> jax.Array:
+        down, up = beside(path)
+        if down not in given:
+            return w
+        a, b = given[down].astype(jnp.float32), given[up].astype(jnp.float32)
+        stacked = path[0] == "segments"
+        letters = iter("ijkmnop")
+        stack = "l" if stacked else ""
+        inputs = "".join(next(letters) for _ in range(a.ndim - 1 - stacked))
+        outputs = "".join(next(letters) for _ in range(b.ndim - 1 - stacked))
+        product = jnp.einsum(
+            f"{stack}{inputs}z,{stack}z{outputs}->{stack}{inputs}{outputs}",
+            a,
+            b,
+            precision="highest",
+            out_sharding=jax.typeof(w).sharding,
+        )
+        return (w.astype(jnp.float32) + factor * product).astype(w.dtype)
+
+    return unflatten_dict({path: whole_of(path, w) for path, w in flat.items()})

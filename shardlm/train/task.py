@@ -1,0 +1,129 @@
+"""What a run learns from and is measured by: texts here; replies of its own in shardlm/reinforce."""
+
+import dataclasses
+import pathlib
+from typing import Any, Protocol
+
+import jax
+
+from shardlm.data.loader import Loader
+from shardlm.data.prepare import Prepared, prepare
+from shardlm.errors import ShardlmError
+from shardlm.state import TrainState
+from shardlm.tokenizer import Tokenizer
+from shardlm.train import report
+from shardlm.train.batches import local_rows, to_devices
+from shardlm.train.evaluate import Evaluator
+from shardlm.train.program import Program
+from shardlm.train.step import Batch
+
+
+class Source(Protocol):
+    """Where the batches of a run come from. `epoch`: how often its data were gone through, with the fraction of the
+    current time. `waits_for`: what the time until the next batch is counted as (metrics/goodput.py)."""
+
+    waits_for: str
+
+    @property
+    def epoch(self) -> float: ...
+
+    def next(self, state: TrainState) -> tuple[Batch, dict[str, float]]:
+        """The next batch on the devices, and what there is to log of it. `state` is that which will learn from it."""
+
+    def get_state(self) -> dict[str, Any]:
+        """Where it stands, ready for JSON, the same in every process."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there. Raises ShardlmError where that belongs to other data."""
+
+    def close(self) -> None: ...
+
+
+class Task(Protocol):
+    """What a run learns from. `evaluates`: the metrics of the weights of a state, validation_loss among them, by which
+    the best checkpoints are kept."""
+
+    tokenizer: Tokenizer
+    tokenizer_path: pathlib.Path
+
+    def source(self) -> Source: ...
+
+    def evaluator(self, options: dict[str, Any]) -> Any:
+        """(params, frozen) -> metrics; under the program's mesh. `options` are the compiler's."""
+
+    def described(self, source: Source) -> list[str]:
+        """Lines for the run's opening."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Documents, conversations or pairs, which are rows of tokens before the run begins."""
+
+    program: Program
+    data: Prepared
+
+    @classmethod
+    def prepared(cls, program: Program) -> "Texts":
+        """Reads or makes the data of the program's run. Raises ShardlmError for what is missing or bad."""
+        with report.Preparing(enabled=jax.process_index() == 0) as progress:
+            return cls(program, prepare(program.config.data, progress))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.data.tokenizer
+
+    @property
+    def tokenizer_path(self) -> pathlib.Path:
+        return self.data.tokenizer_path
+
+    def source(self) -> "Rows":
+        return Rows.make(self.program, self.data)
+
+    def evaluator(self, options: dict[str, Any]) -> Evaluator:
+        return Evaluator(self.program, self.data, self.program.lower_eval().compile(options))
+
+    def described(self, source: "Rows") -> list[str]:
+        return report.of_texts(self.program, self.data, source.loader.padding_fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The training batches, of each the rows that this process's devices hold."""
+
+    program: Program
+    loader: Loader
+    waits_for = "data"
+
+    @classmethod
+    def make(cls, program: Program, data: Prepared) -> "Rows":
+        config, train = program.config, program.config.train
+        loader = Loader(
+            data.train,
+            seq_len=train.seq_len,
+            global_batch=train.global_batch,
+            seed=config.data.seed,
+            rows=local_rows(program.batch_sharding, program.slots, train.seq_len),
+            packing=config.data.packing,
+        )
+        return cls(program, loader)
+
+    @property
+    def epoch(self) -> float:
+        return self.loader.epoch
+
+    def next(self, state: TrainState) -> tuple[Batch, dict[str, float]]:
+        sharding, slots = self.program.batch_sharding, self.program.slots
+        rows = local_rows(sharding, slots, self.program.config.train.seq_len)
+        try:
+            return to_devices(next(self.loader), rows, sharding, slots), {}
+        except StopIteration:
+            raise ShardlmError("the training data ended; set data to more text or train.steps to fewer") from None
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.set_state(state)
+
+    def close(self) -> None:
+        self.loader.close()

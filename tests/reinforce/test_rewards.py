@@ -1,0 +1,76 @@
+"""Functions that judge replies: how they are found and called, what is no reward, and what becomes of their numbers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from shardlm.errors import ShardlmError
+from shardlm.reinforce.rewards import Reward, advantages, load, summed
+
+FILE = """
+import dataclasses
+
+@dataclasses.dataclass
+class Told:
+    text: str
+
+def length(prompts, completions, **columns):
+    return [float(len(Told(text).text)) for text in completions]
+
+def right(prompts, completions, answer, **columns):
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+"""
+
+
+def test_a_function_of_a_file_or_a_package_is_called_as_in_trl(tmp_path):
+    (tmp_path / "judges.py").write_text(FILE)
+    length, right = (load(f"{tmp_path}/judges.py:{name}") for name in ("length", "right"))
+    columns = {"answer": ["ab", "x"], "completion_ids": [[1, 2], [3]]}
+    assert length.judge(["p", "q"], ["ab", "abc"], columns).tolist() == [2, 3]
+    assert right.judge(["p", "q"], ["ab", "abc"], columns).tolist() == [1, 0]
+    assert load("math:prod").name == "prod"
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("length", "names no function; write package.module:function or file.py:function"),
+        ("nowhere.py:length", "there is no file nowhere.py"),
+        ("no_such_module:length", "No module named 'no_such_module'"),
+        ("math:length", "math has no function length; it has acos, "),
+    ],
+)
+def test_what_is_not_there(where, message):
+    with pytest.raises(ShardlmError, match=message):
+        load(where)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda prompts, **_: [1.0], "gave 1 numbers for 2 replies"),
+        (lambda prompts, **_: [1.0, math.nan], "gave nan; a reward is a finite number, or None"),
+        (lambda prompts, **_: [1.0, "good"], "gave 'good'; a reward is a finite number, or None"),
+        (lambda prompts: [1.0, 2.0], "ended with TypeError: .* it is called with prompts, completions, answer, each a"),
+    ],
+)
+def test_what_is_no_reward(function, message):
+    with pytest.raises(ShardlmError, match=message):
+        Reward("judge", function).judge(["p", "q"], ["a", "b"], {"answer": [1, 2]})
+
+
+def test_rewards_are_summed_and_none_adds_nothing():
+    judged = [np.array([1.0, math.nan, 2.0]), np.array([0.5, 3.0, math.nan])]
+    assert summed(judged, ["a", "b"]).tolist() == [1.5, 3.0, 2.0]
+    with pytest.raises(ShardlmError, match="reply 1 of 3 is judged by none of a: all gave None"):
+        summed(judged[:1], ["a"])
+
+
+def test_advantages_are_those_of_the_paper():
+    """(r - mean) / std of each group (https://arxiv.org/abs/2402.03300, section 4.1.2)."""
+    rewards = np.array([[0.0, 0.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
+    found = advantages(rewards, scale=True)
+    np.testing.assert_allclose(found[0], np.array([-1, -1, 0, 2]) / np.sqrt(1.5), rtol=1e-3)
+    assert not found[1].any()
+    assert advantages(rewards, scale=False)[0].tolist() == [-1, -1, 0, 2]
