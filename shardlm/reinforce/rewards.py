@@ -67,6 +67,7 @@ def _of_file(path: pathlib.Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses of a module look it up
+    sys.path.append(str(path.parent.resolve()))  # its neighbours are imported as where it is run
     spec.loader.exec_module(module)
     return module
 

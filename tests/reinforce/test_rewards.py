@@ -10,6 +10,7 @@ from shardlm.reinforce.rewards import Reward, advantages, load, summed
 
 FILE = """
 import dataclasses
+from beside_the_judges import exact
 
 @dataclasses.dataclass
 class Told:
@@ -19,12 +20,13 @@ def length(prompts, completions, **columns):
     return [float(len(Told(text).text)) for text in completions]
 
 def right(prompts, completions, answer, **columns):
-    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+    return [exact(text, wanted) for text, wanted in zip(completions, answer)]
 """
 
 
 def test_a_function_of_a_file_or_a_package_is_called_as_in_trl(tmp_path):
     (tmp_path / "judges.py").write_text(FILE)
+    (tmp_path / "beside_the_judges.py").write_text("def exact(a, b):\n    return float(a == b)\n")
     length, right = (load(f"{tmp_path}/judges.py:{name}") for name in ("length", "right"))
     columns = {"answer": ["ab", "x"], "completion_ids": [[1, 2], [3]]}
     assert length.judge(["p", "q"], ["ab", "abc"], columns).tolist() == [2, 3]
