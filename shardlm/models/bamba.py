@@ -7,7 +7,7 @@ from shardlm.layers.mamba import MambaConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, memory_of
-from shardlm.models.naming import LAYER, Names, Tensor, standard
+from shardlm.models.naming import LAYER, Names, Tensor, linear, standard
 from shardlm.models.transformer import TransformerConfig
 
 ASIDE = ("num_logits_to_keep", "z_loss_coefficient")  # what is computed, and of training
@@ -34,8 +34,6 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = standard(mlp_norm="pre_ff_layernorm") | {"final_norm.scale": Tensor("model.final_layernorm.weight")}
-    for part, layout in (("gate", "F D -> D F"), ("up", "F D -> D F"), ("down", "D F -> F D")):
-        theirs = f"{LAYER}feed_forward.{part}_proj"
-        found[f"mlp.{part}"] = Tensor(f"{theirs}.weight", layout)
-        found[f"mlp.{part}_bias"] = Tensor(f"{theirs}.bias")
+    for part, kind in (("gate", "into"), ("up", "into"), ("down", "out")):
+        found |= linear(f"mlp.{part}", f"{LAYER}feed_forward.{part}_proj", kind)
     return found | (mamba_names(block.attention, f"{LAYER}mamba.") if isinstance(block.attention, MambaConfig) else {})

@@ -5,7 +5,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
+from shardlm.models.naming import LAYER, NUMBERED, Names, Tensor, experts, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.routing import Router
 
@@ -41,4 +41,4 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     bias = Tensor(f"{LAYER}block_sparse_moe.e_score_correction_bias")
-    return standard() | experts("block_sparse_moe", gate="w1", up="w3", down="w2") | {"mlp.router_bias": bias}
+    return standard() | experts("block_sparse_moe", **NUMBERED) | {"mlp.router_bias": bias}

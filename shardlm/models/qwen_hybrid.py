@@ -15,7 +15,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import segments_of
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import LAYER, OF_MODULES, Modules, Names, Tensor, experts, linear, standard
+from shardlm.models.naming import LAYER, OF_MODULES, Modules, Names, Tensor, experts, gated, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router
@@ -226,6 +226,4 @@ def expert_names() -> Names:
     """Experts beside a shared one with a gate."""
     found = experts("mlp")
     found["mlp.shared_gate"] = Tensor(f"{LAYER}mlp.shared_expert_gate.weight", "1 D -> D")
-    for name, kind in (("gate", "into"), ("up", "into"), ("down", "out")):
-        found |= linear(f"mlp.shared.{name}", f"{LAYER}mlp.shared_expert.{name}_proj", kind)
-    return found
+    return found | gated("mlp.shared.", f"{LAYER}mlp.shared_expert.")

@@ -14,7 +14,7 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import LAYER, Names, Tensor, standard
+from shardlm.models.naming import LAYER, Names, Tensor, gated, standard
 from shardlm.models.transformer import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router
@@ -150,11 +150,10 @@ def _experts(options: Options) -> MoeConfig:
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = standard() | {"attention.wg": Tensor(f"{LAYER}self_attn.g_proj.weight", "(N H) D -> D N H")}
     if isinstance(block.mlp, MoeConfig):
-        mixture, shared = f"{LAYER}moe.", f"{LAYER}share_expert."
-        layouts = {"gate": "F D -> D F", "up": "F D -> D F", "down": "D F -> F D"}
+        mixture = f"{LAYER}moe."
         of_experts = {"gate": "E F D -> E D F", "up": "E F D -> E D F", "down": "E D F -> E F D"}
         found |= {f"mlp.{part}": Tensor(f"{mixture}{part}_proj.weight", how) for part, how in of_experts.items()}
-        found |= {f"mlp.shared.{part}": Tensor(f"{shared}{part}_proj.weight", how) for part, how in layouts.items()}
+        found |= gated("mlp.shared.", f"{LAYER}share_expert.")
         found["mlp.router"] = Tensor(f"{mixture}gate.weight", "E D -> D E")
         found["mlp.router_bias"] = Tensor(f"{mixture}router_bias")
     return found
