@@ -63,6 +63,7 @@ FLOORS = [
 ]
 NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
+    "ahead.py",
     "gbnf.py",
     "gbnf_lexemes.py",
     "sampling_params.py",
