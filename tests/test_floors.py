@@ -69,6 +69,7 @@ NO_JAX_IN_SERVE = [
     "sampling_params.py",
     "request.py",
     "batch.py",
+    "page_groups.py",
     "page_table.py",
     "scheduler.py",
     "scheduler_config.py",
