@@ -16,7 +16,7 @@ from shardlm.models.hf_options import Options
 from shardlm.models.kimi_linear import experts_of, memory_names
 from shardlm.models.naming import LAYER, Names, Tensor
 from shardlm.models.qwen_hybrid import linear_layers
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # Of training and of modules that predict further tokens, which are left aside; sizes that repeat others.
 ASIDE = ("model_max_length", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "num_key_value_heads")

@@ -8,7 +8,7 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, memory_of
 from shardlm.models.naming import LAYER, Names, Tensor, linear, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 ASIDE = ("num_logits_to_keep", "z_loss_coefficient")  # what is computed, and of training
 ROTATED = 0.5  # of each head, where config.json does not say

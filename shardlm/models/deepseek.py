@@ -16,7 +16,7 @@ from shardlm.layers.stack import Segment
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, growth_of, mscale, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor, experts, gated, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router, Scoring
 

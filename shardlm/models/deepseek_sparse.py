@@ -10,7 +10,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.models import deepseek
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 ASIDE = ("qk_head_dim", "head_dim", "num_key_value_heads", "mlp_bias")  # told by other options, or of no layer
 

@@ -11,7 +11,7 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, memory_of
 from shardlm.models.naming import LAYER, Names, Tensor, linear, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 
 FIXED = {"attention_bias": False, "projectors_bias": False, "mlp_bias": False}

@@ -18,7 +18,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import gemma, hf_decoder
 from shardlm.models.hf_options import Options, proportional, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 from shardlm.ops.rope import Rope
 

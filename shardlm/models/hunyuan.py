@@ -11,7 +11,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 SWITCHES = {"use_mixed_mlp_moe": True, "use_mla": False, "moe_layer_num_skipped": 0, "norm_type": "rms"}

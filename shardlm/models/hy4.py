@@ -16,7 +16,7 @@ from shardlm.models.deepseek_sparse import shared_layers
 from shardlm.models.hf_options import Options
 from shardlm.models.mistral4 import together
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # How sinks begin, sizes that other options tell, and modules that predict further tokens, which are left aside.
 ASIDE = ("learnable_sink_init", "head_dim", "qk_head_dim", "num_key_value_heads")

@@ -11,7 +11,7 @@ from shardlm.models import deepseek
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, NUMBERED, Names, Tensor, experts, gated
 from shardlm.models.qwen_hybrid import linear_layers
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 # As all published ones have them.

@@ -12,7 +12,7 @@ from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, NUMBERED, Names, Tensor, experts, gated, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 CONV, FULL = "conv", "full_attention"

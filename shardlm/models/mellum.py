@@ -11,7 +11,7 @@ from shardlm.models.deepseek import mixed_layers
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.qwen import experts_of
 from shardlm.models.qwen import names as names
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 THETAS = {"full_attention": 500_000.0, "sliding_attention": 10_000.0}  # where config.json says nothing

@@ -18,7 +18,7 @@ from shardlm.models import deepseek, hf_decoder
 from shardlm.models.deepseek_sparse import shared_layers
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import NUMBERED, Names, Tensor, gated, renamed
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 
 LAYER = "layers.{layer}."

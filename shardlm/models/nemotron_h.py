@@ -20,7 +20,7 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, steps_of
 from shardlm.models.naming import Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 MEMORY, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"

@@ -9,7 +9,7 @@ from shardlm.models import hf_decoder, olmo
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, standard
 from shardlm.models.qwen_hybrid import linear_layers
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # How rates begin, in training from nothing.
 ASIDE = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")

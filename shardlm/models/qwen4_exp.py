@@ -15,7 +15,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import hf_decoder, qwen_hybrid
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.ngram_hash import NgramHash
 
 LINEAR, ATTENDS = "linear_attention", ("indexed_attention", "full_attention")

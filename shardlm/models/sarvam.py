@@ -8,7 +8,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, fused
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # As published, and as transformers computes them.
 FIXED = {
