@@ -28,8 +28,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.where_absent(topk_group=4)
     options.only("attention_bias", False)
     options.only("hidden_act", "silu")
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     linear, memory = _linear_layers(options), _memory(options)
     latent = dataclasses.replace(deepseek.latent(options, length), gate="head")
     mixed = deepseek.mixed_layers(options, first=2)

@@ -16,8 +16,7 @@ ROTATED = 0.5  # of each head, where config.json does not say
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` bamba."""
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     norm, layers = hf_decoder.rms(options), options("num_hidden_layers")
     attention, feed_forward = hf_decoder.attention(options, length, partial=ROTATED), hf_decoder.mlp(options)
     attends = set(options("attn_layer_indices", ()))

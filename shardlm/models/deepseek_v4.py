@@ -29,8 +29,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.only("scoring_func", "sqrtsoftplus")
     options.only("norm_topk_prob", True)
     options.only("num_key_value_heads", 1)
-    for name in ("num_nextn_predict_layers", "expert_dtype"):
-        options(name, None)
+    options.aside("num_nextn_predict_layers", "expert_dtype")
     kinds, rates = _kinds(options), _rates(options)
     norm = hf_decoder.rms(options)
     attentions = {kind: _attention(options, kind, rates, length) for kind in dict.fromkeys(kinds)}

@@ -32,8 +32,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.where_absent(routed_scaling_factor=2.827)
     options.only("attention_bias", False)
     options.only("n_group", 1)
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     norm, shared = hf_decoder.rms(options), _shared(options)
     latent = dataclasses.replace(deepseek.latent(options, length), gate="number", sinks=True)
     rope = dataclasses.replace(latent.rope, dim=latent.rope_dim)

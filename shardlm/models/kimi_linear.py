@@ -36,10 +36,8 @@ ASIDE = ("model_max_length", "rope_theta", "rope_scaling", "rope_parameters", "h
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` kimi_linear."""
     del length
-    for name, value in FIXED.items():
-        options.only(name, value)
-    for name in ASIDE:
-        options(name, None)
+    options.only_all(FIXED)
+    options.aside(*ASIDE)
     options("num_key_value_heads", None)  # those of queries
     linear_layers, memory, latent = _linear_layers(options), _memory(options), _latent(options)
 
@@ -74,8 +72,7 @@ def _memory(options: Options) -> DeltaNetConfig:
 
     heads, width = size("linear_num_heads", "num_heads", 32), size("linear_head_dim", "head_dim", 128)
     conv = size("linear_conv_kernel_dim", "short_conv_kernel_size", 4)
-    for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"):
-        options(name, None)
+    options.aside("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     norm = NormConfig("rms", options("rms_norm_eps"))
     return DeltaNetConfig(heads, heads, width, width, conv, norm, by_channel=True, gate="sigmoid")
 

@@ -24,10 +24,8 @@ EPS = 1e-6  # beside the sum of the chosen experts' scores, as transformers has 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` lfm2 and lfm2_moe."""
-    for name in ASIDE:
-        options(name, None)
-    for name, value in {"conv_bias": False, "block_use_swiglu": True, "use_pos_enc": True}.items():
-        options.only(name, value)
+    options.aside(*ASIDE)
+    options.only_all({"conv_bias": False, "block_use_swiglu": True, "use_pos_enc": True})
     if not options("rope_parameters", None):
         options("rope_theta")
     norm, conv = NormConfig("rms", options("norm_eps", 1e-5)), convolution(options)

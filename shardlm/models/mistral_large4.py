@@ -30,13 +30,11 @@ ASIDE = ("head_dim", "qk_head_dim", "num_key_value_heads")  # told by other opti
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` mistral_large4_text."""
-    for name, value in {"attention_bias": False, "n_group": 1, "topk_group": 1, "rope_interleave": True}.items():
-        options.only(name, value)
+    options.only_all({"attention_bias": False, "n_group": 1, "topk_group": 1, "rope_interleave": True})
     options.where_absent(final_logit_softcapping=30.0)
     if not any(options.values.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
         options.values = {**options.values, "rope_parameters": ROPE}
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     layers, norm = options("num_hidden_layers"), hf_decoder.rms(options)
     options.only("kv_source_layers", None, list(range(layers)))
     turned, shared = _turned(options), shared_layers(options)

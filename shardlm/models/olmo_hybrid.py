@@ -24,8 +24,7 @@ OUT_EPS = 1e-5  # of the norm of what is read, whatever the others have
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` olmo_hybrid."""
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     linear, norm = linear_layers(options), hf_decoder.rms(options)
     memory, attention, feed_forward = _memory(options), _attention(options, norm, length), hf_decoder.mlp(options)
 

@@ -89,8 +89,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     kind = options("model_type")
     options.only("attn_output_gate", True)
     options.only("norm_topk_prob", True)
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     norm = hf_decoder.rms(options, offset=1.0)
     linear = linear_layers(options)
     attention, memory = _attention(options, norm, length), memory_of(options, norm)

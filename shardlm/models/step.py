@@ -40,10 +40,8 @@ FURTHER = ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types",
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` step3p5. Lists may have an entry for each module that predicts further tokens too."""
-    for name, value in FIXED.items():
-        options.only(name, value)
-    for name in (*ASIDE, *FURTHER):
-        options(name, None)
+    options.only_all(FIXED)
+    options.aside(*ASIDE, *FURTHER)
     layers = options("num_hidden_layers")
     kinds = options("layer_types", None) or ["full_attention"] * layers
     options.values = {**options.values, **_published_sizes(options), "layer_types": kinds[:layers]}
