@@ -39,7 +39,7 @@ def main() -> int:
     from shardlm.gguf_files.choose import meant
     from shardlm.hf_files import behind_it, read_config
     from shardlm.opened import find, is_hf
-    from shardlm.peft import CONFIG, base_of, is_peft
+    from shardlm.peft_folder import CONFIG, base_of, is_peft
     from shardlm.train.convert import to_hf, to_run
     from shardlm.train.report import python
 

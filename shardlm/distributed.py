@@ -171,16 +171,20 @@ def coordinator_host() -> str:
     return global_state.coordinator_address.rpartition(":")[0].strip("[]")
 
 
-def least_of_all(values: Iterable[int]) -> int:
-    """The least of what all processes of the job say, below 2**63; none may have nothing to say. All must call it."""
+def of_all(value: int) -> list[int]:
+    """What each process of the job says, below 2**63, in their order. All must call it."""
     import jax
     from jax.experimental import multihost_utils
 
-    least = min(values, default=2**63 - 1)
     if jax.process_count() == 1:
-        return least
-    rows = multihost_utils.process_allgather(np.array([least]).view(np.uint8))  # jax would make 32 bits of 64
-    return int(rows.reshape(-1, 8).view(np.int64).min())
+        return [value]
+    rows = multihost_utils.process_allgather(np.array([value]).view(np.uint8))  # jax would make 32 bits of 64
+    return rows.reshape(-1, 8).view(np.int64)[:, 0].tolist()
+
+
+def least_of_all(values: Iterable[int]) -> int:
+    """The least of what all processes of the job say, below 2**63; none may have nothing to say. All must call it."""
+    return min(of_all(min(values, default=2**63 - 1)))
 
 
 @contextlib.contextmanager

@@ -14,35 +14,28 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from shardlm import peft, weights
+from shardlm import peft, peft_folder, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
+from shardlm.execution import execution_of, stored_dtype, weight_format_of
 from shardlm.gguf_files.ollama import installed
-from shardlm.hardware import multiplies_fp8
 from shardlm.held_weights import held_weights, made_of
 from shardlm.hf_files import Folder, home, read_config, read_generation
-from shardlm.hf_quantised import supported
 from shardlm.hub import fetch, is_name
 from shardlm.layers.lora import LoraConfig
-from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.models.transformer import TransformerConfig
-from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
 from shardlm.ops.rope import STRETCHED
-from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, AsPublished, WeightFormat, layers_differ
+from shardlm.ops.weight_format import AsPublished, layers_differ
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
-from shardlm.published_weights import as_published, frozen_as_published, kinds_in, not_published, takes_no
 from shardlm.rules import Preset, Rules
 from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest, joined
 from shardlm.tokenizer import Tokenizer
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +131,10 @@ def describe(path: str | os.PathLike | Found, length: int = 0, base: Any = None)
     folder = find(path)
     if is_hf(folder):
         return Found(Pretrained(str(folder), length).pinned(), LoraConfig(), folder)
-    if peft.is_peft(folder):
+    if peft_folder.is_peft(folder):
         source = base
-        if not isinstance(base, Pretrained) or peft.base_is_here(folder):
-            source = Pretrained(str(find(peft.base_of(folder))), length).pinned()
+        if not isinstance(base, Pretrained) or peft_folder.base_is_here(folder):
+            source = Pretrained(str(find(peft_folder.base_of(folder))), length).pinned()
         beside = folder if (folder / "tokenizer.json").exists() else pathlib.Path(source.folder)
         return Found(source, peft.lora_of(folder, source), beside, adapters=folder)
     run = find_run(folder)
@@ -153,7 +146,9 @@ def rank_of(path: str | os.PathLike) -> int:
     """Of the adapters that a path names, 0 where it is a whole model; their checkpoint is not looked at. Raises as
     `describe`."""
     folder = find(path)
-    return peft.rank_of(folder) if not is_hf(folder) and peft.is_peft(folder) else describe(folder).lora.rank
+    if not is_hf(folder) and peft_folder.is_peft(folder):
+        return peft_folder.rank_of(folder)
+    return describe(folder).lora.rank
 
 
 def load(
@@ -224,11 +219,13 @@ def prepare(
     with jax.set_mesh(built):
         shape = found.source.transformer()
         shape = shape if mtp else shape.without_mtp()
-        weight_format = _weight_format(found, quantization, shape, spec, built if decoding else None)
+        weight_format = weight_format_of(
+            found.source, found.lora, found.run is not None, quantization, shape, spec, built if decoding else None
+        )
         shape = shape.apart() if layers_differ(weight_format) else shape
         plain = Rules.make(rules, spec).fitting(shape.widths())
         table = serving_rules(shape, spec, weight_format, rules) if decoding else plain
-        name = dtype or _published(found, built)
+        name = dtype or _usual_dtype(found, built)
         execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
         model = ModelDef.make(shape, execution)
     return Prepared(found, model, built)
@@ -242,37 +239,6 @@ def _parameters(found: Found, model: ModelDef, mesh: Mesh, step: int | None, nam
     as_they_are = jax.tree.map(lambda s: at_rest(s, mesh), model.shapes)
     params = trained(found, model, as_they_are if found.run or found.adapters else held, mesh, step, name)
     return joined(params, _from_folder(found, model, held)) if found.lora.rank else params
-
-
-def _weight_format(
-    found: Found, asked: str | AsPublished | None, shape: TransformerConfig, spec: MeshSpec, served: Mesh | None
-) -> WeightFormat:
-    """What projections are held in, of a model that is `served` on a mesh or not. Not asked for, weights in few bits
-    are served on GPUs as their file has them."""
-    if found.lora.base == PUBLISHED:
-        rules = serving_rules(shape, spec) if served else Rules.make("zero3", spec).fitting(shape.widths())
-        return frozen_as_published(found.source, shape, rules)
-    if found.lora.rank:
-        return found.lora.base
-    if found.run and isinstance(asked, AsPublished):
-        raise takes_no("a run has")
-    if asked not in (None, PUBLISHED):
-        return asked
-    of_file = isinstance(found.source, Pretrained) and not found.run  # a run from such weights has its own, in full
-    method = supported(found.source.options) if of_file else ""
-    if asked is None and (not method or served is None or served.devices.flat[0].platform == "cpu"):
-        return "dtype"
-    rules = serving_rules(shape, spec)
-    kinds = kinds_in(Folder.open(found.source.folder), shape, rules) if method else {}
-    kept = as_published(kinds, rules)
-    if kept.kinds:
-        return kept
-    if asked is None:
-        return "dtype"
-    why = f"its weights, in few bits ({method}), are of a kind that is served in more" if method else "it has no such"
-    if cut := [name for name, kind in kinds.items() if kind.alike]:
-        why = f"{', '.join(cut)} are in groups that the mesh {spec} cannot split"
-    raise not_published(why)
 
 
 def trained(
@@ -343,7 +309,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
             f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, a file of llama.cpp "
             "(*.gguf), a model that Ollama has pulled (NAME:TAG), or a run"
         )
-    return home(fetch(str(path), [peft.CONFIG]))
+    return home(fetch(str(path), [peft_folder.CONFIG]))
 
 
 def is_hf(folder: pathlib.Path) -> bool:
@@ -354,7 +320,7 @@ def is_hf(folder: pathlib.Path) -> bool:
 
 def is_run(folder: pathlib.Path) -> bool:
     """Whether a folder is a run, or a checkpoint in one; also where nothing says what it is."""
-    return not is_hf(folder) and not peft.is_peft(folder)
+    return not is_hf(folder) and not peft_folder.is_peft(folder)
 
 
 def _from_folder(found: Found, model: ModelDef, shapes: Any) -> Any:
@@ -364,53 +330,9 @@ def _from_folder(found: Found, model: ModelDef, shapes: Any) -> Any:
         return weights.load(model, dataclasses.replace(folder, tensors=own), shapes, progress)
 
 
-def _published(found: Found, mesh: Mesh) -> str:
-    """The dtype that a run computed in, or that of a checkpoint; float32 on a CPU, which is slow in others."""
+def _usual_dtype(found: Found, mesh: Mesh) -> str:
+    """That a run computed in, or that of a checkpoint; float32 on a CPU, which is slow in others."""
     if found.run:
         return jnp.dtype(COMPUTE_DTYPE[found.run.config_json["precision"]]).name
     slow = mesh.devices.flat[0].platform == "cpu"
     return "float32" if slow else stored_dtype(found.source)
-
-
-def stored_dtype(source: Pretrained) -> str:
-    """The dtype that a Hugging Face checkpoint says its weights are in."""
-    stored = registry.text_config(source.options)
-    return stored.get("dtype") or stored.get("torch_dtype") or "float32"
-
-
-def execution_of(
-    shape: TransformerConfig,
-    rules: Rules,
-    name: str,
-    device: Any,
-    held: WeightFormat,
-    lora: LoraConfig,
-) -> Execution:
-    """How a model that is opened runs in the dtype of this name on devices like this one. Raises ShardlmError for
-    another dtype, for 8-bit products that it or the GPU does not have, and for experts on GPUs without the package of
-    their kernels."""
-    if name not in DTYPES:
-        raise ShardlmError(f"dtype={name!r}; choose from {', '.join(DTYPES)}")
-    if held in DYNAMIC and name == "float16":
-        raise ShardlmError(
-            f"quantization={held} with dtype=float16: sums of 8-bit products are scaled afterwards and before that "
-            "exceed float16, which ends at 65,504; set dtype to bfloat16"
-        )
-    if held == "fp8_dynamic" and device.platform != "cpu" and not multiplies_fp8(device):
-        raise ShardlmError(
-            f"quantization=fp8_dynamic on {device.device_kind}: its matrix units do not take fp8, which came with "
-            "compute capability 8.9 (Ada, Hopper, Blackwell); choose int8_dynamic, or fp8 for weights alone"
-        )
-    heads = {(a.head_dim, a.value_dim) for a in shape.attention_kinds}
-    capped = any(a.softcap for a in shape.attention_kinds)
-    experts = any(block.mlp.num_experts for block in shape.all_blocks())
-    return Execution(
-        rules,
-        DTYPES[name],
-        attention=attention.choose("auto", device, DTYPES[name], heads, capped, trained=False),
-        grouped_matmul=grouped_matmul.choose(device.platform) if experts else "blocked",
-        lora=lora,
-        weights=held,
-        paged_attention=paged_attention.choose(device.platform),
-        few_bits=grouped_weights.choose(device.platform),
-    )

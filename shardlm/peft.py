@@ -1,6 +1,6 @@
-"""Adapters in the format of Hugging Face PEFT (https://huggingface.co/docs/peft): a folder with adapter_config.json and
-adapter_model.safetensors, beside the checkpoint that they stand on. Projections that a checkpoint fuses into one tensor
-have one adapter there, of the sum of their ranks; what they are called is the architectures' business."""
+"""Adapters in the format of Hugging Face PEFT, read from a folder (peft_folder.py) as weights of a model and written to
+one. They stand on a checkpoint; projections that it fuses into one tensor have one adapter there, of the sum of their
+ranks. What they are called is the architectures' business."""
 
 import dataclasses
 import json
@@ -17,15 +17,26 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardlm import peft_modules, weights
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Planned, Stored, header, write_file
+from shardlm.hf_files import Planned, Stored, write_file
 from shardlm.layers.lora import MLP, TARGETS, LoraConfig, beside
 from shardlm.models import registry
 from shardlm.models.naming import Tensor, join, read, write
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.text_parts import SEEING
+from shardlm.peft_folder import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    config_of,
+    in_text,
+    module_of,
+    of_layer,
+    rank_of,
+    spelled_in,
+    stored_in,
+)
 from shardlm.state import ModelDef
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Options of PEFT that change the numbers, with the values under which they do not.
 PLAIN = {
     "bias": "none",
@@ -42,7 +53,6 @@ PLAIN = {
     "kasa_config": None,
     "monteclora_config": None,
 }
-PREFIX = "base_model.model."  # of the names in PEFT's files
 MERGE = "merge the adapters into their checkpoint with PEFT (merge_and_unload), and serve that"
 NO_OUT_PROJ = ("falcon_h1", "nemotron_h")  # families of whose out_proj PEFT opens no adapters
 EXPERTS = f"projections of routed experts, which have no adapters here: {MERGE}"
@@ -80,37 +90,10 @@ class Part:
     factor: float
 
 
-def is_peft(folder: pathlib.Path) -> bool:
-    """Whether a folder holds adapters of PEFT."""
-    return (folder / CONFIG).is_file()
-
-
-def base_of(folder: pathlib.Path) -> str:
-    """The checkpoint that the adapters of a folder stand on: a folder or a name on the hub."""
-    base = _config(folder).get("base_model_name_or_path")
-    if not base:
-        raise ShardlmError(
-            f"{folder / CONFIG} has no base_model_name_or_path; write the base checkpoint's folder there"
-        )
-    return base
-
-
-def base_is_here(folder: pathlib.Path) -> bool:
-    """Whether the adapters of a folder stand on a folder that exists."""
-    base = _config(folder).get("base_model_name_or_path")
-    return bool(base) and pathlib.Path(base).is_dir()
-
-
-def rank_of(folder: pathlib.Path) -> int:
-    """The largest of a folder's adapters."""
-    config = _config(folder)
-    return max([config["r"], *(config.get("rank_pattern") or {}).values()])
-
-
 def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
     """The adapters of a folder as this project configures them, on the checkpoint `source`. Raises ShardlmError for a
     kind of adapter that computes something else."""
-    config = _config(folder)
+    config = config_of(folder)
     shape = source.transformer()
     kinds = dict.fromkeys(shape.blocks())  # whose MLPs have other names each
     names = [pair for block in kinds for pair in registry.names(source.options, shape, block).items()]
@@ -126,11 +109,11 @@ def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
             f"{folder / CONFIG} has init_lora_weights={config['init_lora_weights']!r}, which changes the base too; "
             "save the adapters with path_initial_model_for_weight_conversion"
         )
-    modules = {_module(key)[1] for key in _stored(folder)}
+    modules = {module_of(key)[1] for key in stored_in(folder)}
     if of_experts := sorted(filter(_of_experts, modules)):
         raise ShardlmError(f"{folder / WEIGHTS} adapts {of_experts[0]}, {EXPERTS}")
     called = registry.module_name(source.options)
-    each = [(path.rpartition(".")[2], _of_layer(called(one.name))) for path, one in names if "{layer}" in one.name]
+    each = [(path.rpartition(".")[2], of_layer(called(one.name))) for path, one in names if "{layer}" in one.name]
     known = {module: ours for ours, module in each}
     targets = {ours for ours, module in each if module in modules}
     unknown = sorted(modules - set(known))
@@ -161,9 +144,9 @@ def arrays(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> dict[tu
 def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Part]:
     """Where the adapters of a model are in a folder, of which only headers are read. Raises ShardlmError for tensors
     that are missing, left over or of another shape."""
-    stored, config, lora = _stored(folder), _config(folder), model.execution.lora
+    stored, config, lora = stored_in(folder), config_of(folder), model.execution.lora
     shapes, found, used, missing = flatten_dict(model.shapes), [], set(), []
-    spelled = _spelled(folder)
+    spelled = spelled_in(folder)
     expected = _expected(config, model, source, spelled)
     for place, module, group in _groups(model, source):
         keys = [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]
@@ -194,7 +177,7 @@ def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Par
 def _expected(config, model: ModelDef, source: Pretrained, spelled: Mapping[str, str]) -> set[str]:
     """The model's modules that the configuration names; none where an expression is for names that the file spells
     otherwise."""
-    as_here = all(_plain(name) == name for name in (f"{PREFIX}{module}." for module in spelled.values()))
+    as_here = all(in_text(name) == name for name in (f"{PREFIX}{module}." for module in spelled.values()))
     if isinstance(config.get("target_modules"), str) and not as_here:
         return set()
     named = peft_modules.names_of(config)
@@ -203,9 +186,9 @@ def _expected(config, model: ModelDef, source: Pretrained, spelled: Mapping[str,
 
 def _check_named(folder: pathlib.Path, config, model: ModelDef, source: Pretrained, spelled: Mapping[str, str]) -> None:
     """Raises ShardlmError where a configuration names other modules than the file has."""
-    modules = {_module(key)[1] for key in spelled}
+    modules = {module_of(key)[1] for key in spelled}
     called, each = registry.module_name(source.options), _tensors(model, source).items()
-    here = {_of_layer(called(name)) for (*_, name), group in each if _of_projection(group[0])}
+    here = {of_layer(called(name)) for (*_, name), group in each if _of_projection(group[0])}
     ends, has = peft_modules.by_ends(config), peft_modules.ends_with
     if lost := [end for end in ends if has(end, here) and not has(end, modules)]:
         raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
@@ -252,7 +235,7 @@ def save(output: str | os.PathLike, model: ModelDef, adapters: Any, source: Pret
             continue
         where = module.replace("model.layers.", "model.language_model.layers.") if seeing else module
         tensors[f"{where}.lora_A.weight"], tensors[f"{where}.lora_B.weight"] = np.concatenate(a), np.hstack(b)
-        ranks[_module(f"{module}.")[1]] = lora.rank * len(a)
+        ranks[module_of(f"{module}.")[1]] = lora.rank * len(a)
     fused = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     described = {
         "peft_type": "LORA",
@@ -353,59 +336,3 @@ def _alpha(config: Mapping[str, Any], module: str, rank: int) -> float:
     """What PEFT multiplies x A B by."""
     own = peft_modules.own(config, "alpha_pattern", module, config["lora_alpha"])
     return own / rank**0.5 if config.get("use_rslora") else own / rank
-
-
-def _config(folder: pathlib.Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise ShardlmError(f"{folder / CONFIG} cannot be read ({error}); it describes adapters of PEFT") from None
-    if not isinstance(config, dict):
-        raise ShardlmError(f"{folder / CONFIG} holds a JSON {type(config).__name__}; it describes adapters of PEFT")
-    if config.get("peft_type") == "LORA":
-        _check_numbers(folder, config)
-        peft_modules.check(config, str(folder / CONFIG))
-    return config
-
-
-def _check_numbers(folder: pathlib.Path, config: Mapping[str, Any]) -> None:
-    given = {name: config.get(name) for name in ("r", "lora_alpha")}
-    for pattern in ("rank_pattern", "alpha_pattern"):
-        named = config.get(pattern) or {}
-        try:
-            given |= {f"{pattern}.{re.compile(module).pattern}": n for module, n in named.items()}
-        except (AttributeError, re.error):
-            message = f"{folder / CONFIG} has {pattern}={named!r}; it is an object of expressions for modules"
-            raise ShardlmError(message) from None
-    for name, n in given.items():
-        kind = int if name.startswith("r") else int | float
-        if not isinstance(n, kind) or isinstance(n, bool) or n <= 0:
-            raise ShardlmError(f"{folder / CONFIG} has {name}={n!r}; ranks are whole numbers, and both are above 0")
-
-
-def _stored(folder: pathlib.Path) -> dict[str, Stored]:
-    if not (folder / WEIGHTS).is_file():
-        raise ShardlmError(f"{folder} has {CONFIG} and no {WEIGHTS}; save the adapters with safe_serialization")
-    return {_plain(name): stored for name, stored in header(folder / WEIGHTS).items()}
-
-
-def _spelled(folder: pathlib.Path) -> dict[str, str]:
-    """{name of a tensor: the module that it is of, as the file and the configuration spell it}."""
-    names = header(folder / WEIGHTS)
-    return {_plain(name): name.removeprefix(PREFIX).partition(".lora_")[0] for name in names}
-
-
-def _plain(name: str) -> str:
-    """Of the text part of what sees too, as of a text model."""
-    return re.sub(r"\.language_model\.(?=model\.|layers\.)", ".", name)
-
-
-def _module(key: str) -> tuple[str, str]:
-    """(layer or "", module within it) of a tensor of PEFT's, such as self_attn.q_proj."""
-    name = re.sub(r"(\.lora_[AB]\.weight|\.)$", "", key.removeprefix(PREFIX))
-    found = re.match(r".*?\.(\d+)\.(.+)", name)
-    return (found[1], found[2]) if found else ("", name)
-
-
-def _of_layer(name: str) -> str:
-    return name.partition("{layer}.")[2].removesuffix(".weight")

@@ -23,7 +23,8 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.naming import Tensor
 from shardlm.models.pretrained import Pretrained
-from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.models.transformer import Transformer
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.grouped_weights import LONGEST, GroupedFormat, Groups
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS, AsPublished, layers_differ, weight_key
 from shardlm.rules import Rules

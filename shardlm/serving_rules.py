@@ -10,7 +10,7 @@ from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Preset, Rules
 

@@ -17,7 +17,8 @@ from shardlm.errors import ShardlmError
 from shardlm.layers import ngrams
 from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution, in_groups
-from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.models.transformer import Transformer
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.grouped_weights import Groups
 from shardlm.precision import LossScale
 from shardlm.rules import Table

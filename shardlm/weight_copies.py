@@ -8,7 +8,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.models.naming import Names
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 ROWS_BYTES = 64 * 2**20  # of each tensor at once
 

@@ -38,7 +38,7 @@ from shardlm.models import registry
 from shardlm.models.expert_tensors import one_by_one
 from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, join, read, shape_of, stacked
 from shardlm.models.tensor_pieces import check_told, cuts, joined
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.state import ModelDef
 from shardlm.unread import Unread
 from shardlm.weight_copies import Readable, check_copies, copies

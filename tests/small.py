@@ -13,7 +13,7 @@ from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, at_rest
 

@@ -7,7 +7,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mlp import MlpConfig, NoMlpConfig
 from shardlm.layers.stack import Segment
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.stack import Segment
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)

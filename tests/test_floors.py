@@ -52,8 +52,8 @@ FLOORS = [
         "generate",
         "hlo",
         *("weights", "weight_copies", "held_weights", "published_weights"),
-        *("merge", "peft", "peft_modules"),
-        *("opened", "serving_rules"),
+        *("merge", "peft", "peft_folder", "peft_modules"),
+        *("execution", "opened", "serving_rules"),
         "network",
     },
     {"profile"},
@@ -64,11 +64,13 @@ FLOORS = [
 ]
 NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
+    "ahead.py",
     "gbnf.py",
     "gbnf_lexemes.py",
     "sampling_params.py",
     "request.py",
     "batch.py",
+    "page_groups.py",
     "page_table.py",
     "scheduler.py",
     "scheduler_config.py",

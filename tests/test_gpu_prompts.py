@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gpu_programs import MARKS
 from jax.sharding import NamedSharding
-from test_gpu_serving import LAYERS, LLAMA, PAGES, ROWS
+from serving_programs import LAYERS, LLAMA, PAGES, ROWS
 
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution

@@ -11,16 +11,15 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` afmoe."""
-    for name, value in {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}.items():
-        options.only(name, value)  # of its first code; what transformers computes
-    for name in ("load_balance_coeff", "num_expert_groups", "num_limited_groups", "use_grouped_mm"):
-        options(name, None)
+    # Of its first code; what transformers computes.
+    options.only_all({"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1})
+    options.aside("load_balance_coeff", "num_expert_groups", "num_limited_groups", "use_grouped_mm")
     norm, period = hf_decoder.rms(options), options("global_attn_every_n_layers", 4)
     windows = hf_decoder.sliding(options, lambda layer: (layer + 1) % period != 0)
     usual = hf_decoder.attention(options, length, qk_norm="head", norm=norm, gate=True)

@@ -6,7 +6,7 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

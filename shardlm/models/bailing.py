@@ -13,10 +13,10 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.kimi_linear import experts_of
+from shardlm.models.kimi_linear import experts_of, memory_names
 from shardlm.models.naming import LAYER, Names, Tensor
 from shardlm.models.qwen_hybrid import linear_layers
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # Of training and of modules that predict further tokens, which are left aside; sizes that repeat others.
 ASIDE = ("model_max_length", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "num_key_value_heads")
@@ -28,8 +28,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.where_absent(topk_group=4)
     options.only("attention_bias", False)
     options.only("hidden_act", "silu")
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     linear, memory = _linear_layers(options), _memory(options)
     latent = dataclasses.replace(deepseek.latent(options, length), gate="head")
     mixed = deepseek.mixed_layers(options, first=2)
@@ -67,25 +66,15 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         "attention.wg": Tensor(f"{LAYER}self_attn.g_proj.weight", "(N H) D -> D N H"),
     }
     if not isinstance(block.attention, MlaConfig):
-        found |= _memory_names()
+        found |= memory_names() | {
+            "attention.decay": Tensor(f"{LAYER}self_attn.f_proj.weight", "(N H) D -> D N H"),
+            "attention.log_rate": Tensor(f"{LAYER}self_attn.A_log"),
+        }
     return {path: dataclasses.replace(tensor, name=_published(tensor.name)) for path, tensor in found.items()}
 
 
 def _published(name: str) -> str:
     return name.replace(".self_attn.o_proj.", ".attention.dense.").replace(".self_attn.", ".attention.")
-
-
-def _memory_names() -> Names:
-    inside = f"{LAYER}self_attn."
-    taps = {f"attention.taps_{letter}": f"{letter}_conv1d" for letter in "qkv"}
-    return {
-        **{path: Tensor(f"{inside}{name}.weight", "(N H) 1 W -> N H W") for path, name in taps.items()},
-        "attention.beta": Tensor(f"{inside}b_proj.weight", "N D -> D N"),
-        "attention.decay": Tensor(f"{inside}f_proj.weight", "(N H) D -> D N H"),
-        "attention.decay_bias": Tensor(f"{inside}dt_bias", "(N H) -> N H"),
-        "attention.log_rate": Tensor(f"{inside}A_log"),
-        "attention.out_norm.scale": Tensor(f"{inside}o_norm.weight"),
-    }
 
 
 def module_name(name: str) -> str:

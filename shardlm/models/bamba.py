@@ -7,8 +7,8 @@ from shardlm.layers.mamba import MambaConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, memory_of
-from shardlm.models.naming import LAYER, Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import LAYER, Names, Tensor, linear, standard
+from shardlm.models.transformer_config import TransformerConfig
 
 ASIDE = ("num_logits_to_keep", "z_loss_coefficient")  # what is computed, and of training
 ROTATED = 0.5  # of each head, where config.json does not say
@@ -16,8 +16,7 @@ ROTATED = 0.5  # of each head, where config.json does not say
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` bamba."""
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     norm, layers = hf_decoder.rms(options), options("num_hidden_layers")
     attention, feed_forward = hf_decoder.attention(options, length, partial=ROTATED), hf_decoder.mlp(options)
     attends = set(options("attn_layer_indices", ()))
@@ -34,8 +33,6 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = standard(mlp_norm="pre_ff_layernorm") | {"final_norm.scale": Tensor("model.final_layernorm.weight")}
-    for part, layout in (("gate", "F D -> D F"), ("up", "F D -> D F"), ("down", "D F -> F D")):
-        theirs = f"{LAYER}feed_forward.{part}_proj"
-        found[f"mlp.{part}"] = Tensor(f"{theirs}.weight", layout)
-        found[f"mlp.{part}_bias"] = Tensor(f"{theirs}.bias")
+    for part, kind in (("gate", "into"), ("up", "into"), ("down", "out")):
+        found |= linear(f"mlp.{part}", f"{LAYER}feed_forward.{part}_proj", kind)
     return found | (mamba_names(block.attention, f"{LAYER}mamba.") if isinstance(block.attention, MambaConfig) else {})

@@ -12,7 +12,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, in_pairs
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 from shardlm.ops.routing import Router
 

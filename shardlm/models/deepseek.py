@@ -15,8 +15,8 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import Segment
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, growth_of, mscale, rope_of
-from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import LAYER, Names, Tensor, experts, gated, standard
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router, Scoring
 
@@ -246,9 +246,7 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
     if isinstance(block.attention, MlaConfig):
         found |= latent_names(block.attention)
     if isinstance(block.mlp, MoeConfig):
-        shared = {f"mlp.shared.{part}": f"{LAYER}mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")}
-        found |= experts("mlp") | {path: Tensor(name, "F D -> D F") for path, name in shared.items()}
-        found["mlp.shared.down"] = Tensor(f"{LAYER}mlp.shared_experts.down_proj.weight", "D F -> F D")
+        found |= experts("mlp") | gated("mlp.shared.", f"{LAYER}mlp.shared_experts.")
         found["mlp.router_bias"] = Tensor(f"{LAYER}mlp.gate.e_score_correction_bias")
     return found
 

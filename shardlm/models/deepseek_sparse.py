@@ -10,7 +10,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.models import deepseek
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 ASIDE = ("qk_head_dim", "head_dim", "num_key_value_heads", "mlp_bias")  # told by other options, or of no layer
 
@@ -21,8 +21,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.only("attention_bias", False)
     options.only("rope_interleave", True)
     latent = deepseek.latent(options, length)
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     heads = options("index_n_heads", 64 if options("model_type") == "deepseek_v32" else 32)
     rope = dataclasses.replace(latent.rope, dim=latent.rope.dim or latent.rope_dim)
     own = IndexerConfig(heads, options("index_head_dim", 128), options("index_topk", 2048), rope)

@@ -4,7 +4,6 @@ experts everywhere, in the first layers by the token itself. Modules that predic
 transformers does."""
 
 import dataclasses
-import re
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.block import BlockConfig
@@ -13,8 +12,8 @@ from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import NUMBERED, Names, Tensor, gated, renamed
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router
 
@@ -30,8 +29,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.only("scoring_func", "sqrtsoftplus")
     options.only("norm_topk_prob", True)
     options.only("num_key_value_heads", 1)
-    for name in ("num_nextn_predict_layers", "expert_dtype"):
-        options(name, None)
+    options.aside("num_nextn_predict_layers", "expert_dtype")
     kinds, rates = _kinds(options), _rates(options)
     norm = hf_decoder.rms(options)
     attentions = {kind: _attention(options, kind, rates, length) for kind in dict.fromkeys(kinds)}
@@ -155,7 +153,6 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
     own, theirs = block.attention, f"{LAYER}attn."
     turned = own.rope.dim
     tail = ("H", own.head_dim - turned, turned)
-    experts = f"{LAYER}ffn.experts.{{expert}}."
     found = {
         "embedding": Tensor("embed.weight"),
         "head": Tensor("head.weight", "V D -> D V"),
@@ -177,10 +174,8 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         "mlp.router_bias": Tensor(f"{LAYER}ffn.gate.bias"),
         "mlp.experts_of_token": Tensor(f"{LAYER}ffn.gate.tid2eid", dtype="int64"),
     }
-    for part, name, layout in (("gate", "w1", "F D -> D F"), ("up", "w3", "F D -> D F"), ("down", "w2", "D F -> F D")):
-        of_all = layout.replace("-> ", "-> E ")
-        found[f"mlp.{part}"] = Tensor(f"{experts}{name}.weight", of_all)
-        found[f"mlp.shared.{part}"] = Tensor(f"{LAYER}ffn.shared_experts.{name}.weight", layout)
+    found |= gated("mlp.", f"{LAYER}ffn.experts.{{expert}}.", **NUMBERED)
+    found |= gated("mlp.shared.", f"{LAYER}ffn.shared_experts.", **NUMBERED)
     for ours, short in (("attention", "attn"), ("mlp", "ffn")):
         found[f"{ours}_streams.fn"] = Tensor(f"{LAYER}hc_{short}_fn", "S I -> I S")
         found[f"{ours}_streams.base"] = Tensor(f"{LAYER}hc_{short}_base")
@@ -214,6 +209,4 @@ WRITTEN = (  # by transformers, which reads both
 
 def published_name(name: str) -> str:
     """The published name of a tensor that transformers wrote."""
-    for pattern, to in WRITTEN:
-        name = re.sub(pattern, to, name)
-    return name
+    return renamed(name, WRITTEN)

@@ -11,7 +11,7 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, memory_of
 from shardlm.models.naming import LAYER, Names, Tensor, linear, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 
 FIXED = {"attention_bias": False, "projectors_bias": False, "mlp_bias": False}
@@ -21,10 +21,8 @@ ASIDE = ("num_logits_to_keep", "layer_types", "layers_block_type", "mamba_use_ml
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` falcon_h1."""
-    for name, value in FIXED.items():
-        options.only(name, value)
-    for name in ASIDE:
-        options(name, None)
+    options.only_all(FIXED)
+    options.aside(*ASIDE)
     factor = lambda name: float(options(f"{name}_multiplier", 1.0))  # noqa: E731
     attention, into = hf_decoder.attention(options, length), factor("attention_in")
     scale = attention.head_dim**-0.5 * into * into * factor("key")

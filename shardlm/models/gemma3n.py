@@ -17,7 +17,7 @@ from shardlm.models.gemma4 import FULL, SLIDING, check_readers, input_names
 from shardlm.models.gemma4 import unused as unused
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 from shardlm.ops.rope import Rope
 

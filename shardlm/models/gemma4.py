@@ -18,7 +18,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import gemma, hf_decoder
 from shardlm.models.hf_options import Options, proportional, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 from shardlm.ops.rope import Rope
 
@@ -46,8 +46,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     activation = options.activation("hidden_activation")
     inputs = LayerInputsConfig(dim, activation, vocab) if dim else None
     mixed, wide = bool(options("enable_moe_block", False)), 2 if options("use_double_wide_mlp", False) else 1
-    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        options(name, None)
+    options.aside("num_experts", "top_k_experts", "moe_intermediate_size")
 
     def block(layer: int) -> BlockConfig:
         kind, reads = kinds[layer], layer >= layers - reading

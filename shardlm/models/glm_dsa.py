@@ -6,7 +6,7 @@ from shardlm.models import deepseek
 from shardlm.models.deepseek_sparse import from_hf as from_hf  # `model_type` glm_moe_dsa
 from shardlm.models.deepseek_sparse import indexer_names
 from shardlm.models.naming import Names
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:

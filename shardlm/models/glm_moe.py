@@ -6,7 +6,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

@@ -8,7 +8,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import segments_of
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, Tensor, fused
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

@@ -12,7 +12,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import Names, Tensor, linear
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 LAYER = "gpt_neox.layers.{layer}."
 

@@ -8,7 +8,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.swiglu import ALPHA, LIMIT
 
 

@@ -13,7 +13,7 @@ from shardlm.models import granite, hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, memory_of
 from shardlm.models.naming import LAYER, Names, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 
 # By the names of transformers, and by those of published ones.

@@ -10,7 +10,7 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import segments_of
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 

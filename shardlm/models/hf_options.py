@@ -128,6 +128,16 @@ class Options:
             works = ", ".join(repr(k) for k in known)
             raise ShardlmError(f"config.json has {name}={value!r}, which is not supported; supported: {works}")
 
+    def only_all(self, values: Mapping[str, Any]) -> None:
+        """`only` of each."""
+        for name, value in values.items():
+            self.only(name, value)
+
+    def aside(self, *names: str) -> None:
+        """Options that are known and change nothing here."""
+        for name in names:
+            self(name, None)
+
     def activation(self, name: str = "hidden_act") -> Activation:
         value = self(name)
         if value not in ACTIVATIONS:

@@ -11,7 +11,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 SWITCHES = {"use_mixed_mlp_moe": True, "use_mla": False, "moe_layer_num_skipped": 0, "norm_type": "rms"}
@@ -36,8 +36,8 @@ def _experts(options: Options) -> MoeConfig:
     """Numbers may be said once for each layer; `transformers` knows experts as wide as the shared one alone."""
     for name in SWITCHES:
         options.only(name, SWITCHES[name])
-    for name in ("capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token", "sep_token_id"):
-        options(name, None)  # of training; of texts
+    # Of training; of texts.
+    options.aside("capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token", "sep_token_id")
     width, layers = options("intermediate_size"), options("num_hidden_layers")
     options.only("num_shared_expert", 1, [1] * layers)
     if _of_all(options, "moe_intermediate_size", usual=width) != width:

@@ -16,7 +16,7 @@ from shardlm.models.deepseek_sparse import shared_layers
 from shardlm.models.hf_options import Options
 from shardlm.models.mistral4 import together
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # How sinks begin, sizes that other options tell, and modules that predict further tokens, which are left aside.
 ASIDE = ("learnable_sink_init", "head_dim", "qk_head_dim", "num_key_value_heads")
@@ -32,8 +32,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.where_absent(routed_scaling_factor=2.827)
     options.only("attention_bias", False)
     options.only("n_group", 1)
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     norm, shared = hf_decoder.rms(options), _shared(options)
     latent = dataclasses.replace(deepseek.latent(options, length), gate="number", sinks=True)
     rope = dataclasses.replace(latent.rope, dim=latent.rope_dim)

@@ -6,7 +6,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.nemotron import names as names
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

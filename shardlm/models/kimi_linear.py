@@ -9,9 +9,9 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.models import deepseek
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import LAYER, Names, Tensor, experts
+from shardlm.models.naming import LAYER, NUMBERED, Names, Tensor, experts, gated
 from shardlm.models.qwen_hybrid import linear_layers
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 # As all published ones have them.
@@ -36,10 +36,8 @@ ASIDE = ("model_max_length", "rope_theta", "rope_scaling", "rope_parameters", "h
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` kimi_linear."""
     del length
-    for name, value in FIXED.items():
-        options.only(name, value)
-    for name in ASIDE:
-        options(name, None)
+    options.only_all(FIXED)
+    options.aside(*ASIDE)
     options("num_key_value_heads", None)  # those of queries
     linear_layers, memory, latent = _linear_layers(options), _memory(options), _latent(options)
 
@@ -74,8 +72,7 @@ def _memory(options: Options) -> DeltaNetConfig:
 
     heads, width = size("linear_num_heads", "num_heads", 32), size("linear_head_dim", "head_dim", 128)
     conv = size("linear_conv_kernel_dim", "short_conv_kernel_size", 4)
-    for name in ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"):
-        options(name, None)
+    options.aside("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     norm = NormConfig("rms", options("rms_norm_eps"))
     return DeltaNetConfig(heads, heads, width, width, conv, norm, by_channel=True, gate="sigmoid")
 
@@ -118,27 +115,34 @@ def experts_of(options: Options, usual_groups: int = 1, usual_scale: float = 2.4
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = deepseek.names(config, block)
     if isinstance(block.attention, DeltaNetConfig):
-        found |= _memory_names()
+        found |= memory_names() | _made_of_latents()
     if isinstance(block.mlp, MoeConfig):
         mixture = f"{LAYER}block_sparse_moe."
         found |= {"mlp.router_bias": Tensor(f"{mixture}gate.e_score_correction_bias")}
-        found |= experts("block_sparse_moe", gate="w1", up="w3", down="w2")
-        for part, layout in (("gate", "F D -> D F"), ("up", "F D -> D F"), ("down", "D F -> F D")):
-            found[f"mlp.shared.{part}"] = Tensor(f"{mixture}shared_experts.{part}_proj.weight", layout)
+        found |= experts("block_sparse_moe", **NUMBERED)
+        found |= gated("mlp.shared.", f"{mixture}shared_experts.")
     return found
 
 
-def _memory_names() -> Names:
+def memory_names() -> Names:
+    """Of Kimi Delta Attention, whatever makes its decays and gates."""
     inside = f"{LAYER}self_attn."
     taps = {f"attention.taps_{letter}": f"{letter}_conv1d" for letter in "qkv"}
     return {
         **{path: Tensor(f"{inside}{name}.weight", "(N H) 1 W -> N H W") for path, name in taps.items()},
         "attention.beta": Tensor(f"{inside}b_proj.weight", "N D -> D N"),
+        "attention.decay_bias": Tensor(f"{inside}dt_bias", "(N H) -> N H"),
+        "attention.out_norm.scale": Tensor(f"{inside}o_norm.weight"),
+    }
+
+
+def _made_of_latents() -> Names:
+    """Of those that make decays and gates, through a few numbers of each token."""
+    inside = f"{LAYER}self_attn."
+    return {
+        "attention.log_rate": Tensor(f"{inside}A_log", "1 1 N 1 -> N"),
         "attention.decay_down": Tensor(f"{inside}f_a_proj.weight", "R D -> D R"),
         "attention.decay": Tensor(f"{inside}f_b_proj.weight", "(N H) R -> R N H"),
-        "attention.decay_bias": Tensor(f"{inside}dt_bias", "(N H) -> N H"),
-        "attention.log_rate": Tensor(f"{inside}A_log", "1 1 N 1 -> N"),
         "attention.wg_down": Tensor(f"{inside}g_a_proj.weight", "R D -> D R"),
         "attention.wg": Tensor(f"{inside}g_b_proj.weight", "(N H) R -> R N H"),
-        "attention.out_norm.scale": Tensor(f"{inside}o_norm.weight"),
     }

@@ -11,7 +11,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router
 

@@ -11,8 +11,8 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import LAYER, NUMBERED, Names, Tensor, experts, gated, standard
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 CONV, FULL = "conv", "full_attention"
@@ -24,10 +24,8 @@ EPS = 1e-6  # beside the sum of the chosen experts' scores, as transformers has 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` lfm2 and lfm2_moe."""
-    for name in ASIDE:
-        options(name, None)
-    for name, value in {"conv_bias": False, "block_use_swiglu": True, "use_pos_enc": True}.items():
-        options.only(name, value)
+    options.aside(*ASIDE)
+    options.only_all({"conv_bias": False, "block_use_swiglu": True, "use_pos_enc": True})
     if not options("rope_parameters", None):
         options("rope_theta")
     norm, conv = NormConfig("rms", options("norm_eps", 1e-5)), convolution(options)
@@ -95,16 +93,13 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
     if isinstance(block.attention, ShortConvConfig):
         found |= conv_names(block.attention)
     if isinstance(block.mlp, MoeConfig):
-        routed = experts("feed_forward", gate="w1", up="w3", down="w2")
+        routed = experts("feed_forward", **NUMBERED)
         return found | routed | {"mlp.router_bias": Tensor(f"{LAYER}feed_forward.expert_bias")}
     return found | dense_names()
 
 
 def dense_names() -> Names:
-    theirs = {"gate": ("w1", "F D -> D F"), "up": ("w3", "F D -> D F"), "down": ("w2", "D F -> F D")}
-    return {
-        f"mlp.{part}": Tensor(f"{LAYER}feed_forward.{name}.weight", layout) for part, (name, layout) in theirs.items()
-    }
+    return gated("mlp.", f"{LAYER}feed_forward.", **NUMBERED)
 
 
 def conv_names(conv: ShortConvConfig) -> Names:

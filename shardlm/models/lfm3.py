@@ -13,7 +13,7 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, proportional, rope_of
 from shardlm.models.lfm2 import CONV, FULL, conv_names, convolution, dense_names
 from shardlm.models.naming import LAYER, Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 SLIDING = "sliding_attention"

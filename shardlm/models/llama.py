@@ -11,7 +11,7 @@ from shardlm.layers.stack import Segment
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 

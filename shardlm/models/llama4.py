@@ -12,7 +12,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, in_pairs, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import QueryGrowth
 from shardlm.ops.routing import Router
 

@@ -11,7 +11,7 @@ from shardlm.models.deepseek import mixed_layers
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.qwen import experts_of
 from shardlm.models.qwen import names as names
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 THETAS = {"full_attention": 500_000.0, "sliding_attention": 10_000.0}  # where config.json says nothing
@@ -21,8 +21,7 @@ FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` mellum. The module that predicts a further token is left aside."""
     options.where_absent(norm_topk_prob=True, sliding_window=1024)
-    for name in FURTHER:
-        options(name, None)
+    options.aside(*FURTHER)
     norm, windows = hf_decoder.rms(options), hf_decoder.sliding(options, lambda layer: False)
     ropes = {windowed: _rope(options, windowed, length) for windowed in (True, False)}
     dense, sparse = hf_decoder.mlp(options), experts_of(options, "mellum")

@@ -10,7 +10,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 ROTATED = 0.334  # of each head
@@ -20,8 +20,7 @@ FIXED = {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": Fa
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` mimo_v2_flash."""
-    for name, value in FIXED.items():
-        options.only(name, value)
+    options.only_all(FIXED)
     said = options("layernorm_epsilon", 1e-5)
     options.values = {"rms_norm_eps": said, **options.values}  # the published name is another
     layers, windows = options("num_hidden_layers"), _windows(options)

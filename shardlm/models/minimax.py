@@ -5,8 +5,8 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import LAYER, Names, Tensor, experts, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import LAYER, NUMBERED, Names, Tensor, experts, standard
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 
@@ -21,8 +21,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     if set(options("attn_type_list", [])) - {1}:  # 0: linear attention, as in MiniMax-01
         options.only("attn_type_list", [1] * options("num_hidden_layers"))
     unused = ("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    for name in (*unused, *(f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp"))):
-        options(name, None)
+    options.aside(*unused, *(f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")))
     heads, head_dim = options("num_attention_heads"), options("head_dim", 0)
     partial = options("rotary_dim", 0) / (head_dim or options("hidden_size") // heads) or 1.0
     norm = hf_decoder.rms(options)
@@ -41,4 +40,4 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     bias = Tensor(f"{LAYER}block_sparse_moe.e_score_correction_bias")
-    return standard() | experts("block_sparse_moe", gate="w1", up="w3", down="w2") | {"mlp.router_bias": bias}
+    return standard() | experts("block_sparse_moe", **NUMBERED) | {"mlp.router_bias": bias}

@@ -6,7 +6,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, growth_of
 from shardlm.models.naming import Names, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import QueryGrowth
 
 WINDOWS = {"ministral": 4096, "cwm": 8192}  # where config.json says nothing

@@ -17,8 +17,8 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.deepseek_sparse import shared_layers
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import NUMBERED, Names, Tensor, gated, renamed
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 
 LAYER = "layers.{layer}."
@@ -30,13 +30,11 @@ ASIDE = ("head_dim", "qk_head_dim", "num_key_value_heads")  # told by other opti
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` mistral_large4_text."""
-    for name, value in {"attention_bias": False, "n_group": 1, "topk_group": 1, "rope_interleave": True}.items():
-        options.only(name, value)
+    options.only_all({"attention_bias": False, "n_group": 1, "topk_group": 1, "rope_interleave": True})
     options.where_absent(final_logit_softcapping=30.0)
     if not any(options.values.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
         options.values = {**options.values, "rope_parameters": ROPE}
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     layers, norm = options("num_hidden_layers"), hf_decoder.rms(options)
     options.only("kv_source_layers", None, list(range(layers)))
     turned, shared = _turned(options), shared_layers(options)
@@ -118,14 +116,11 @@ def _pairs(letter: str, first: int, size: int) -> tuple[str, int, int] | None:
 
 
 def _network_names(block: BlockConfig) -> Names:
-    found, experts = {"mlp.router": Tensor(f"{LAYER}gate.weight", "E D -> D E")}, f"{LAYER}experts.{{expert}}."
-    for part, name, layout in (("gate", "w1", "F D -> D F"), ("up", "w3", "F D -> D F"), ("down", "w2", "D F -> F D")):
-        if isinstance(block.mlp, MoeConfig):
-            found[f"mlp.{part}"] = Tensor(f"{experts}{name}.weight", layout.replace("-> ", "-> E "))
-            found[f"mlp.shared.{part}"] = Tensor(f"{LAYER}shared_experts.{name}.weight", layout)
-        else:
-            found[f"mlp.{part}"] = Tensor(f"{LAYER}feed_forward.{name}.weight", layout)
-    return found
+    if not isinstance(block.mlp, MoeConfig):
+        return gated("mlp.", f"{LAYER}feed_forward.", **NUMBERED)
+    router = {"mlp.router": Tensor(f"{LAYER}gate.weight", "E D -> D E")}
+    own = gated("mlp.", f"{LAYER}experts.{{expert}}.", **NUMBERED)
+    return router | own | gated("mlp.shared.", f"{LAYER}shared_experts.", **NUMBERED)
 
 
 def published_name(name: str) -> str:
@@ -150,9 +145,7 @@ MODULES_OF = (  # of transformers, in which PEFT's files have them
 
 def module_name(name: str) -> str:
     """As transformers has a tensor that is published as another."""
-    for pattern, to in MODULES_OF:
-        name = re.sub(pattern, to, name)
-    return name
+    return renamed(name, MODULES_OF)
 
 
 def unused(text: Mapping[str, Any]) -> re.Pattern:

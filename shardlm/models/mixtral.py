@@ -9,8 +9,8 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import Segment
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import Names, experts, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import NUMBERED, Names, experts, standard
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 
 
@@ -82,4 +82,4 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
-    return standard() | experts("block_sparse_moe", gate="w1", up="w3", down="w2")
+    return standard() | experts("block_sparse_moe", **NUMBERED)

@@ -246,15 +246,33 @@ def standard(**changes: str) -> dict[str, Tensor]:
     return names
 
 
-def experts(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, Tensor]:
-    """A tensor for each expert, and the router."""
-    each = f"{LAYER}{block}.experts.{{expert}}."
+def gated(
+    path: str, name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, Tensor]:
+    """The three products of a gated feed-forward layer without biases, or of each expert where {expert} is in the name:
+    `path` and `name` are what comes before."""
+    of = "E " if "{expert}" in name else ""
     return {
-        "mlp.router": Tensor(f"{LAYER}{block}.gate.weight", "E D -> D E"),
-        "mlp.gate": Tensor(f"{each}{gate}.weight", "F D -> E D F"),
-        "mlp.up": Tensor(f"{each}{up}.weight", "F D -> E D F"),
-        "mlp.down": Tensor(f"{each}{down}.weight", "D F -> E F D"),
+        f"{path}gate": Tensor(f"{name}{gate}.weight", f"F D -> {of}D F"),
+        f"{path}up": Tensor(f"{name}{up}.weight", f"F D -> {of}D F"),
+        f"{path}down": Tensor(f"{name}{down}.weight", f"D F -> {of}F D"),
     }
+
+
+NUMBERED = {"gate": "w1", "up": "w3", "down": "w2"}  # as Mixtral's and others' files call those products
+
+
+def experts(block: str, **products: str) -> dict[str, Tensor]:
+    """A tensor for each expert, and the router; `products` as in `gated`."""
+    router = {"mlp.router": Tensor(f"{LAYER}{block}.gate.weight", "E D -> D E")}
+    return router | gated("mlp.", f"{LAYER}{block}.experts.{{expert}}.", **products)
+
+
+def renamed(name: str, changes: Iterable[tuple[str, str]]) -> str:
+    """A tensor's name after each of the changes, (pattern, what comes in its place), in turn."""
+    for pattern, to in changes:
+        name = re.sub(pattern, to, name)
+    return name
 
 
 def in_pairs(names: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:

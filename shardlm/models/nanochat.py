@@ -7,7 +7,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, linear, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 
 

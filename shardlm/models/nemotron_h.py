@@ -20,7 +20,7 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.mamba import mamba_names, steps_of
 from shardlm.models.naming import Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 MEMORY, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
@@ -47,10 +47,8 @@ ASIDE += ("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_overr
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` nemotron_h."""
     del length
-    for name, value in FIXED.items():
-        options.only(name, value)
-    for name in ASIDE:
-        options(name, None)
+    options.only_all(FIXED)
+    options.aside(*ASIDE)
     norm = NormConfig("rms", options("layer_norm_epsilon", 1e-5))
     head_dim = options("head_dim", 0) or options("attention_head_dim", 128)
     options("attention_head_dim", None)

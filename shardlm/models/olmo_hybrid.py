@@ -9,7 +9,7 @@ from shardlm.models import hf_decoder, olmo
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, standard
 from shardlm.models.qwen_hybrid import linear_layers
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # How rates begin, in training from nothing.
 ASIDE = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
@@ -24,8 +24,7 @@ OUT_EPS = 1e-5  # of the norm of what is read, whatever the others have
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` olmo_hybrid."""
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     linear, norm = linear_layers(options), hf_decoder.rms(options)
     memory, attention, feed_forward = _memory(options), _attention(options, norm, length), hf_decoder.mlp(options)
 

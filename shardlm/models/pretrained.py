@@ -9,7 +9,7 @@ from shardlm.hf_files import Folder, holds_weights, read_config
 from shardlm.hf_quantised import OPTIONS
 from shardlm.models import registry
 from shardlm.models.text_parts import alone
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)

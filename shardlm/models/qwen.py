@@ -7,7 +7,7 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, experts, standard
 from shardlm.models.qwen_hybrid import expert_names
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.routing import Router
 
 

@@ -15,7 +15,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.models import hf_decoder, qwen_hybrid
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import LAYER, Names, Tensor
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.ngram_hash import NgramHash
 
 LINEAR, ATTENDS = "linear_attention", ("indexed_attention", "full_attention")
@@ -33,8 +33,8 @@ USUAL = {  # of n-grams, where config.json does not say
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` qwen4_exp_text."""
-    for name in ("number_of_conv_states", "intermediate_size", "mamba_ssm_dtype"):
-        options(name, None)  # of caches, of no layer, and how states are held, which are float32 here
+    # Of caches, of no layer, and how states are held, which are float32 here.
+    options.aside("number_of_conv_states", "intermediate_size", "mamba_ssm_dtype")
     norm, linear = hf_decoder.rms(options, offset=1.0), _linear_layers(options)
     attention = _attention(options, norm, length)
     experts = qwen_hybrid.mixture(options, bool(options("norm_topk_prob", True)))

@@ -15,8 +15,8 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import segments_of
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import LAYER, OF_MODULES, Modules, Names, Tensor, experts, linear, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import LAYER, OF_MODULES, Modules, Names, Tensor, experts, gated, standard
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router
 
@@ -89,8 +89,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     kind = options("model_type")
     options.only("attn_output_gate", True)
     options.only("norm_topk_prob", True)
-    for name in ASIDE:
-        options(name, None)
+    options.aside(*ASIDE)
     norm = hf_decoder.rms(options, offset=1.0)
     linear = linear_layers(options)
     attention, memory = _attention(options, norm, length), memory_of(options, norm)
@@ -226,6 +225,4 @@ def expert_names() -> Names:
     """Experts beside a shared one with a gate."""
     found = experts("mlp")
     found["mlp.shared_gate"] = Tensor(f"{LAYER}mlp.shared_expert_gate.weight", "1 D -> D")
-    for name, kind in (("gate", "into"), ("up", "into"), ("down", "out")):
-        found |= linear(f"mlp.shared.{name}", f"{LAYER}mlp.shared_expert.{name}_proj", kind)
-    return found
+    return found | gated("mlp.shared.", f"{LAYER}mlp.shared_expert.")

@@ -6,7 +6,7 @@ from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.models import qwen_hybrid
 from shardlm.models.naming import LAYER, Names, Tensor
 from shardlm.models.qwen_hybrid import MODULES, from_hf
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 __all__ = ["MODULES", "from_hf", "names"]
 

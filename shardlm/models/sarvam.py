@@ -8,7 +8,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import LAYER, Names, Tensor, fused
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 # As published, and as transformers computes them.
 FIXED = {
@@ -29,10 +29,8 @@ ASIDE += ("attn_implementation", "base_model_tp_plan", "base_model_pp_plan")
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` sarvam_moe and sarvam_mla."""
     options.where_absent(routed_scaling_factor=2.5)
-    for name, value in FIXED.items():
-        options.only(name, value)
-    for name in ASIDE:
-        options(name, None)
+    options.only_all(FIXED)
+    options.aside(*ASIDE)
     experts = deepseek.experts_of(options, third=True, normalize=True)
     options.only("moe_shared_expert_intermediate_size", None, experts.shared_dim)
     attention = _latent if options("model_type") == "sarvam_mla" else _grouped
@@ -48,8 +46,7 @@ def _grouped(options: Options, length: int) -> AttentionConfig:
 
 def _latent(options: Options, length: int):
     """The first checkpoints call yarn deepseek_yarn, and say the head's size otherwise."""
-    for name in ("head_dim", "num_key_value_heads"):
-        options(name, None)
+    options.aside("head_dim", "num_key_value_heads")
     rope = options.values.get("rope_scaling") or {}
     if "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):
         options.values = {**options.values, "rope_scaling": {**rope, "rope_type": "yarn"}}

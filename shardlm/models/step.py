@@ -14,8 +14,8 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
-from shardlm.models.naming import LAYER, Names, Tensor, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.naming import LAYER, Names, Tensor, gated, standard
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.ops.routing import Router
 
@@ -40,10 +40,8 @@ FURTHER = ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types",
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` step3p5. Lists may have an entry for each module that predicts further tokens too."""
-    for name, value in FIXED.items():
-        options.only(name, value)
-    for name in (*ASIDE, *FURTHER):
-        options(name, None)
+    options.only_all(FIXED)
+    options.aside(*ASIDE, *FURTHER)
     layers = options("num_hidden_layers")
     kinds = options("layer_types", None) or ["full_attention"] * layers
     options.values = {**options.values, **_published_sizes(options), "layer_types": kinds[:layers]}
@@ -150,11 +148,10 @@ def _experts(options: Options) -> MoeConfig:
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = standard() | {"attention.wg": Tensor(f"{LAYER}self_attn.g_proj.weight", "(N H) D -> D N H")}
     if isinstance(block.mlp, MoeConfig):
-        mixture, shared = f"{LAYER}moe.", f"{LAYER}share_expert."
-        layouts = {"gate": "F D -> D F", "up": "F D -> D F", "down": "D F -> F D"}
+        mixture = f"{LAYER}moe."
         of_experts = {"gate": "E F D -> E D F", "up": "E F D -> E D F", "down": "E D F -> E F D"}
         found |= {f"mlp.{part}": Tensor(f"{mixture}{part}_proj.weight", how) for part, how in of_experts.items()}
-        found |= {f"mlp.shared.{part}": Tensor(f"{shared}{part}_proj.weight", how) for part, how in layouts.items()}
+        found |= gated("mlp.shared.", f"{LAYER}share_expert.")
         found["mlp.router"] = Tensor(f"{mixture}gate.weight", "E D -> D E")
         found["mlp.router_bias"] = Tensor(f"{mixture}router_bias")
     return found

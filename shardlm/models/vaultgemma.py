@@ -4,7 +4,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models import gemma
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, standard
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
-from shardlm.models.transformer import Segment
+from shardlm.layers.stack import Segment
 from shardlm.plan.activations import Kinds, Layer, exchanges, kept
 from shardlm.plan.linear_attention import Rule
 from shardlm.plan.parts import Parts

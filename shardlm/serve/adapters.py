@@ -18,7 +18,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import TARGETS, A, LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import Found, check_trained, describe, rank_of, trained
 from shardlm.rules import Rules
 from shardlm.serve.adapter_table import AdapterTable, LoRARequest, LoRARequests, Room

@@ -17,7 +17,7 @@ from shardlm.hf_quantised import supported
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import Opened, describe, load
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlm.ops.batch_sampling import RowSettings, Sampled
+from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import token_rows
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.inputs import fill_pages, one, sampling
 from shardlm.serve.launcher import Later
 from shardlm.serve.programs import Scores
 from shardlm.serve.runner import Runner
 from shardlm.serve.settings import RequestSettings
-from shardlm.serve.state import no_edits
 from shardlm.serve.token_rows import TokenRows
 
 
@@ -93,8 +93,7 @@ class DeterministicRunner(Runner):
         return {"tokens": (run, (TokenRows(self._where()), np.int32(1)))}
 
     def _edits(self) -> dict[Any, tuple[Callable, tuple]]:
-        slot = np.zeros(1, np.int32)
-        settings = (slot, RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8))
+        settings = one(0), *sampling((), 1)
         return super()._edits() | {"begin": (lambda params, *rest: (token_rows.begin(*rest),), settings)}
 
     def start(
@@ -104,11 +103,7 @@ class DeterministicRunner(Runner):
         masks: Sequence[tuple[int, np.ndarray]] = (),
     ) -> Started:
         """As Runner.start."""
-        self._move(batch.moves)
-        self._copy(batch.restored)
-        for row in batch.rows:
-            self._prepare(row, settings[row.request.id])
-        self._allow(masks)
+        self._prepare_all(batch, settings, masks)
         parts = _in_parts(_tokens(batch), self._part)
         described = [self._where(batch, tokens) for tokens in parts]
         found = self._run_parts(described, batch.steps)
@@ -126,18 +121,16 @@ class DeterministicRunner(Runner):
 
     def _begin(self, row: Row, settings: RequestSettings) -> None:
         super()._begin(row, settings)
-        defaults, edits, told = RowSettings.defaults(1), no_edits(1), np.zeros(1, np.int8)
-        settings.fill(defaults, edits, told, 0)
-        self._run("begin", np.array([row.slot], np.int32), defaults, edits, told)
+        self._run("begin", one(row.slot), *sampling([settings], 1))
 
     def _where(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> np.ndarray:
         """TokenRows.where of these tokens of a batch; the rest is padding."""
-        where = np.zeros((self._part, self.config.columns(6)), np.int32)
-        where[:, 0], where[:, 3] = self.config.max_rows, -1
+        where = self._inputs.padding(self._part, 6)
+        where[:, 3] = -1
         for i, token in enumerate(tokens):
             row, pages = batch.rows[token.row], batch.page_table[token.row]
             where[i, :6] = _described(row, token.offset)
-            self._fill(where[i, 6:], pages, row.request)
+            fill_pages(where[i, 6:], pages, row.request)
         return where
 
 

@@ -1,10 +1,8 @@
 """The engine: requests in, text out. Keeps the scheduler one batch ahead of the devices, turns what they sampled into
 text, and ends replies at stop strings and grammars' ends. One thread calls it (async_llm.py for many clients).
 
-A batch may fail, while it is started or read. What programs keep on the device may be gone with it, as it was donated
-to them: it is made anew, and all requests are computed anew from the tokens that they have, those of the batch apart
-from each other until one fails alone (suspects.py). That one ends with the error, nobody else. Where a request of the
-engine's own fails then, or after several failures in a row, nothing runs any more: the engine ends.
+A batch may fail (recovery.py). The request that it is due to ends with the error, nobody else; where nothing runs any
+more the engine ends.
 """
 
 import collections
@@ -22,7 +20,7 @@ from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, RequestTimes, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
 from shardlm.serve.pooling import Pooling
-from shardlm.serve.probe import probe
+from shardlm.serve.recovery import Recovery
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
 from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
 from shardlm.serve.request import Request, check_prompt
@@ -30,13 +28,11 @@ from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.started import Started
-from shardlm.serve.suspects import Suspects
 from shardlm.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 AHEAD = 2  # batches that are started before the first of them is waited for
-FAILURES = 3  # batches that fail, none landing between them, before the engine tries whether anything runs
 
 
 class Engine:
@@ -60,10 +56,8 @@ class Engine:
         self._replies: dict[str, Reply] = {}
         self._started: collections.deque[Started] = collections.deque()
         self._broken: tuple[Exception, ScheduledBatch | None] | None = None  # could not be started, or scheduled
-        self._suspects = Suspects()
+        self._recovery = Recovery(runner)
         self.pace: Pace | None = None  # where requests come at any time
-        self._failures = 0  # since a batch last landed
-        self._failed_batches = 0
         self.ended: EngineError | None = None
         self._prompt_tokens = self._generated_tokens = 0
         proposer = runner.proposer
@@ -198,7 +192,7 @@ class Engine:
             generation_tokens=self._generated_tokens,
             prompt_tokens=self._prompt_tokens,
             speculation=self._speculation,
-            failed_batches=self._failed_batches,
+            failed_batches=self._recovery.failed,
             pages_saved=pages.host.saved if pages.host is not None else 0,
             pages_loaded=pages.host.loaded if pages.host is not None else 0,
             engines_up=int(self.ended is None),
@@ -230,8 +224,7 @@ class Engine:
 
     def dispatch(self) -> None:
         """Starts what can run, as far ahead as AHEAD says, or until a batch cannot be started."""
-        if self._suspects.passed():
-            self.scheduler.restrict(self._suspects.trial)
+        self._recovery.let_go(self.scheduler)
         while self._broken is None and len(self._started) < AHEAD:
             batch = None
             try:
@@ -267,7 +260,7 @@ class Engine:
         moved: dict[str, RequestOutput] = {}
         try:
             self._land(started, moved)
-            self._failures = 0
+            self._recovery.landed()
         except Exception as error:
             # What ended in spite of it has been told of nobody yet; the rest comes again with a later batch.
             ended = {id: output for id, output in moved.items() if output.finished}
@@ -306,59 +299,29 @@ class Engine:
     def _recover(self, error: Exception, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """After `error` at a batch, or before there was one: the request that has ended with it, if it is known. The
         engine is as new for the others. Raises EngineError, and leaves all requests, where that is not to be."""
-        self._failures += 1
-        self._failed_batches += 1
         log.error("a batch failed", exc_info=error)
         self._started.clear()
         if self.pace:
             self.pace.forget()
         self._broken = None
-        self._reset(reason := f"{type(error).__name__}: {error}")
-        ran = self.scheduler.lose()
-        whom = ran or self.scheduler.upcoming()  # it was about to run, where there was no batch yet
-        ends = {row.request: row.end for row in batch.rows} if batch else dict.fromkeys(whom, 0)
-        guilty = self._suspects.accuse(ends)
-        self.scheduler.restrict(self._suspects.trial)
-        if guilty or self._failures >= FAILURES:  # nobody is answered with an error that is the device's
-            self._check_whether_anything_runs(reason)
+        try:
+            guilty = self._recovery.after(error, batch, self.scheduler)
+        except EngineError as ended:
+            self.ended = ended
+            raise
         if guilty is None:
             return []
         output = self._replies[guilty.id].group.output
-        output.error = f"the batch of this request alone failed with {reason}"
+        output.error = f"the batch of this request alone failed with {type(error).__name__}: {error}"
         return [self.abort(output.request_id)]
-
-    def _reset(self, reason: str) -> None:
-        try:
-            self.runner.reset()
-        except EngineError as gone:  # another process
-            self._end(str(gone), gone)
-        except Exception as again:
-            self._end(f"a batch failed with {reason}, and what programs keep could not be made anew: {again}", again)
-
-    def _check_whether_anything_runs(self, reason: str) -> None:
-        """Raises EngineError where a request of the engine's own fails too, until it is FAILURES in a row and one."""
-        while self._failures:
-            try:
-                probe(self.runner)
-                self._failures = 0
-            except Exception as error:
-                self._failures += 1
-                if self._failures > FAILURES:
-                    many = f"{self._failures} batches failed one after another, one with {reason}"
-                    self._end(f"{many}, the engine's own with {error}", error)
-                self._reset(reason)
-        log.warning("a request of the engine's own ran: what failed is due to a request")
-
-    def _end(self, message: str, error: Exception) -> None:
-        self.ended = EngineError(f"the engine ended: {message}. Its log says more; start it again")
-        raise self.ended from error
 
     def renew(self) -> None:
         """After the thread was interrupted in the midst of anything, as by Ctrl-C: no requests, nothing cached."""
         self._groups.clear()
         self._replies.clear()
         self._started.clear()
-        self._broken, self._suspects = None, Suspects()
+        self._broken = None
+        self._recovery.forget()
         if self.pace:
             self.pace.forget()
         self.scheduler = self.scheduler.renewed()
@@ -369,7 +332,7 @@ class Engine:
     def hand_over(self) -> list[Group]:
         """All unfinished requests, as far as they have come; they are no longer this engine's."""
         self.scheduler.lose()
-        self._suspects = Suspects()
+        self._recovery.forget()
         self.scheduler.restrict(None)
         groups = list(self._groups.values())
         for group in groups:
@@ -382,9 +345,8 @@ class Engine:
 
     def restart(self) -> None:
         """After the end, its requests handed over: takes requests again. Raises what still fails."""
-        self.runner.reset()
-        probe(self.runner)
-        self.ended, self._failures = None, 0
+        self._recovery.restart()
+        self.ended = None
 
     def take_over(self, group: Group) -> None:
         """Goes on with the request of another engine of the same model and sizes."""

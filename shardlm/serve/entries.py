@@ -5,7 +5,7 @@ import logging
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.page_layout import page_size_for
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.serve.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 cut for (chunk_programs.py). Engine and planner ask it here."""
 
 from shardlm.layers.moe import MoeConfig
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.grouped_weights import FEW_ROWS, FEW_ROWS_OF_EXPERT, GroupedProducts
 from shardlm.ops.weight_format import DYNAMIC, AsPublished, WeightFormat, groups_of
 from shardlm.serve.chunk_programs import WHILE_WEIGHTS_ARE_READ, FewBits

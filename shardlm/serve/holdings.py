@@ -21,8 +21,9 @@ class Holdings:
         self.pages = pages
         self._unsure = int(config.drafts > 0)
         self._free_slots = list(range(config.max_rows - 1, -1, -1))
+        shape = config.max_rows, len(pages.windows), pages.groups.pages_for(config.max_model_len)
         # The pages of each slot in each group of layers, 0 where it has none.
-        self._table = np.zeros((config.max_rows, len(pages.windows), pages.pages_for(config.max_model_len)), np.int32)
+        self._table = np.zeros(shape, np.int32)
 
     @property
     def slots_left(self) -> bool:
@@ -31,7 +32,7 @@ class Holdings:
 
     def table(self, rows: Sequence[Row]) -> np.ndarray:
         """The pages of a batch's rows, int32 [rows, groups, pages of the longest]: a copy."""
-        width = self.pages.pages_for(max(row.end for row in rows))
+        width = self.pages.groups.pages_for(max(row.end for row in rows))
         return self._table[[row.slot for row in rows], :, :width]
 
     def give(self, request: Request) -> int:
@@ -73,7 +74,7 @@ class Holdings:
             self._remember(request)
             self.pages.drop(request.id, request.least_start)
             for group, row in enumerate(self._table[request.slot]):
-                row[: self.pages.first(group, request.least_start)] = 0
+                row[: self.pages.groups.first(group, request.least_start)] = 0
 
     def release(self, request: Request) -> None:
         """Gives the slot and the pages on; full pages of known tokens stay cached."""

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.layers.param import MADE_FIRST
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.kv_format import KvFormat
 from shardlm.state import ModelDef
 

@@ -16,7 +16,7 @@ from shardlm.held_weights import Plain, held_weights, made_of
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import SCALE
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.rope import STRETCHED, Rope
 from shardlm.ops.weight_format import AsPublished

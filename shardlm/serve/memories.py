@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import MEMORIES
 from shardlm.layers.page_layout import PageLayout
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.serve.snapshots import LEAST
 from shardlm.state import ModelDef, memory_entries, text_entries
 

@@ -9,10 +9,8 @@ docs.vllm.ai/en/stable/design/prefix_caching). Only full pages are shared and no
 there is no copy on write. Where there is room in the host's memory (host_pages.py), pages are saved there before they
 are evicted, and brought back where a text asks for them. Page 0 is scrap: what padded rows have, and never given away.
 
-Layers come in groups (layers/page_layout.py), and an owner has pages in each. In a group with a window it gives back
-those that no token to come can see. In a group with a stride a page holds entries that stand for several tokens each:
-it goes with as many pages of tokens, and has the hash of the last of them. All groups take their pages from the one
-pool, so that no share of memory is set aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
+Layers come in groups (page_groups.py), and an owner has pages in each. All groups take their pages from the one pool,
+so that no share of memory is set aside for long sequences where short ones come (vLLM's hybrid KV cache manager,
 docs.vllm.ai/en/stable/design/hybrid_kv_cache_manager).
 """
 
@@ -22,13 +20,12 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import math
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.page_layout import seen_pages
 from shardlm.serve.host_pages import BUNDLE, HostPages, Key
+from shardlm.serve.page_groups import PageGroups
 from shardlm.serve.snapshots import Snapshots
 
 _DIGEST = 16  # bytes of a page's hash: a collision would show one user another's text
@@ -96,9 +93,8 @@ class PageTable:
             )
         self.num_pages, self.page_size, self.caching = num_pages, page_size, caching
         self.snapshots, self.host = snapshots, host
-        self.windows, self.longest_step = tuple(windows), longest_step
-        self.strides = tuple(strides) or (1,) * len(self.windows)
-        self._unit = math.lcm(*self.strides)  # in how many pages of tokens prefixes are found
+        self.windows, self.strides = tuple(windows), tuple(strides) or (1,) * len(windows)
+        self.groups = PageGroups(page_size, self.windows, self.strides, longest_step)
         self.statistics = Statistics()
         self._held: dict[Hashable, _Held] = {}
         self._references = [0] * num_pages
@@ -110,9 +106,9 @@ class PageTable:
 
     def check_room(self, length: int) -> None:
         """Raises ShardlmError where a request of so many tokens could never run."""
-        needed, has = self.most(length), self.num_pages - 1
+        needed, has = self.groups.most(length), self.num_pages - 1
         if needed > has:
-            room = bisect.bisect_right(range(length), has, key=self.most) - 1
+            room = bisect.bisect_right(range(length), has, key=self.groups.most) - 1
             raise ShardlmError(
                 f"a request of max_model_len={length} tokens needs {needed} pages of {self.page_size}, and the pool "
                 f"has {has}, for {room} tokens. Enlarge the pool, or lower max_model_len to {room}"
@@ -121,7 +117,7 @@ class PageTable:
     def renewed(self) -> "PageTable":
         """One that is empty in its place, with this one's counts."""
         sizes = {"windows": self.windows, "strides": self.strides}
-        sizes |= {"longest_step": self.longest_step, "caching": self.caching}
+        sizes |= {"longest_step": self.groups.longest_step, "caching": self.caching}
         snapshots = None if self.snapshots is None else self.snapshots.renewed()
         host = None if self.host is None else self.host.renewed()
         new = PageTable(self.num_pages, self.page_size, snapshots=snapshots, host=host, **sizes)
@@ -148,20 +144,6 @@ class PageTable:
         held = self._held[owner]
         return sum(map(len, held.pages)) - sum(held.behind)
 
-    def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold `num_tokens` tokens, in one group."""
-        return -(-num_tokens // self.page_size)
-
-    def most(self, num_tokens: int) -> int:
-        """How many pages an owner of `num_tokens` tokens ever holds, in all groups."""
-        groups = zip(self.windows, self.strides, strict=True)
-        return sum(seen_pages(window, num_tokens, self.page_size * n, self.longest_step) for window, n in groups)
-
-    def first(self, group: int, position: int) -> int:
-        """The first page of a sequence that the token at `position`, and so any after it, sees."""
-        window = self.windows[group]
-        return max(0, position - window + 1) // self.page_size if window else 0
-
     def find(self, hashes: Sequence[bytes]) -> int:
         """How many leading pages of a sequence with these hashes need not be computed: they are cached, and what layers
         without pages remember at the end of them."""
@@ -180,16 +162,16 @@ class PageTable:
                 ends = range(stride - 1, count, stride)
                 lacks = (end - stride + 1 for end in ends if not self._known(group, hashes[end]))
                 count = next(lacks, count // stride * stride)
-        count -= count % self._unit
+        count -= count % self.groups.unit
         while count and (gap := self._gap(hashes, count)) is not None:
-            count = gap - gap % self._unit
+            count = gap - gap % self.groups.unit
         return count
 
     def _gap(self, hashes: Sequence[bytes], count: int) -> int | None:
         """A page that lacks in some window before the end of `count` pages; the last one of its group."""
         for group, window in enumerate(self.windows):
             if window:
-                for index in range(count - 1, self.first(group, count * self.page_size) - 1, -1):
+                for index in range(count - 1, self.groups.first(group, count * self.page_size) - 1, -1):
                     if not self._known(group, hashes[index]):
                         return index
         return None
@@ -200,24 +182,17 @@ class PageTable:
     def _shared(self, hashes: Sequence[bytes], found: int) -> Iterator[tuple[int, list[Key]]]:
         """Of each group, the first of the `found` leading pages that is still seen, and the cached pages from there."""
         for group, stride in enumerate(self.strides):
-            first = self.first(group, found * self.page_size)
+            first = self.groups.first(group, found * self.page_size)
             yield first, [(group, digest) for digest in hashes[first + stride - 1 : found : stride]]
 
     def _here(self, keys: Iterable[Key]) -> Iterator[int]:
         """Those of some cached pages that are on the devices."""
         return (page for group, digest in keys if (page := self._page_of[group].get(digest)) is not None)
 
-    def _ends(self, num_tokens: int, found: int) -> list[int]:
-        """How many pages a new owner gets in each group, those before the first included: those of all its tokens or,
-        in a group with a window, as many as it will hold at most, so that a long prompt that was begun can go on."""
-        reach = (max(found * self.page_size, w) + self.longest_step if w else num_tokens for w in self.windows)
-        each = zip(self.strides, reach, strict=True)
-        return [-(-self.pages_for(min(num_tokens, tokens)) // stride) for stride, tokens in each]
-
     def missing(self, num_tokens: int, hashes: Sequence[bytes] = ()) -> int:
         """How many of `num_free` an `allocate` of the same arguments would use up."""
         found, count = self.find(hashes), 0
-        for end, (first, keys) in zip(self._ends(num_tokens, found), self._shared(hashes, found), strict=True):
+        for end, (first, keys) in zip(self.groups.ends(num_tokens, found), self._shared(hashes, found), strict=True):
             count += end - first - sum(self._references[page] > 0 for page in self._here(keys))
         return count
 
@@ -243,18 +218,18 @@ class PageTable:
         with contextlib.nullcontext() if self.host is None else self.host.holding(wanted):
             for key in wanted:
                 self._bring(*key)
-            for end, (first, keys) in zip(self._ends(num_tokens, found), shared, strict=True):
+            for end, (first, keys) in zip(self.groups.ends(num_tokens, found), shared, strict=True):
                 pages = [self._page_of[group][digest] for group, digest in keys]
                 every.append([0] * first + pages + [self._take() for _ in range(end - first - len(pages))])
         behind = [first for first, _ in shared]
-        self._held[owner] = _Held(every, self._count(every), behind, self._drops_at(behind), found)
+        self._held[owner] = _Held(every, self.groups.count(every), behind, self.groups.drops_at(behind), found)
         self.statistics.queried += num_tokens
         self.statistics.found += found * self.page_size
         return found * self.page_size
 
     def lacking(self, owner: Hashable, num_tokens: int) -> int:
         """How many pages an `append` of the same arguments would add."""
-        held, end = self._held[owner], self.pages_for(num_tokens)
+        held, end = self._held[owner], self.groups.pages_for(num_tokens)
         if end <= held.count:  # most often
             return 0
         groups = zip(self.strides, held.pages, strict=True)
@@ -264,15 +239,11 @@ class PageTable:
         """Makes the pages of `owner` hold `num_tokens` tokens in all; False, and nothing changed, if pages lack."""
         if self.lacking(owner, num_tokens) > self.num_free:
             return False
-        held, end = self._held[owner], self.pages_for(num_tokens)
+        held, end = self._held[owner], self.groups.pages_for(num_tokens)
         for stride, pages in zip(self.strides, held.pages, strict=True):
             pages.extend(self._take() for _ in range(-(-end // stride) - len(pages)))
         held.count = max(held.count, end)
         return True
-
-    def _count(self, every: Sequence[Sequence[int]]) -> int:
-        """For how many pages of tokens all groups have theirs."""
-        return min(len(pages) * stride for stride, pages in zip(self.strides, every, strict=True))
 
     def register(self, owner: Hashable, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Lets others share the full pages among the first `num_tokens` tokens of `owner`, which have `hashes`.
@@ -300,16 +271,12 @@ class PageTable:
         """Takes back those pages of `owner` that no token from `position` on sees. Those with a hash stay cached."""
         held = self._held[owner]
         for group, pages in enumerate(held.pages):
-            first = self.first(group, position)
+            first = self.groups.first(group, position)
             for index in range(held.behind[group], first):
                 self._release(pages[index])
                 pages[index] = 0
             held.behind[group] = max(first, held.behind[group])
-        held.drops_at = self._drops_at(held.behind)
-
-    def _drops_at(self, behind: Sequence[int]) -> float:
-        pairs = zip(self.windows, behind, strict=True)
-        return min(((n + 1) * self.page_size + window - 1 for window, n in pairs if window), default=math.inf)
+        held.drops_at = self.groups.drops_at(held.behind)
 
     def free(self, owner: Hashable) -> None:
         """Takes back the pages of `owner`. Those with a hash stay cached until their room is needed."""
@@ -372,18 +339,17 @@ class PageTable:
 
     def check_invariants(self) -> None:
         """AssertionError where a page is lost, held wrongly or known wrongly. Costs the whole table: for tests."""
-        size, counts = self.page_size, collections.Counter[int]()
+        counts = collections.Counter[int]()
         place: dict[int, tuple[int, int]] = {}  # of each held page: group, and index in its owners' sequences
         for owner, held in self._held.items():
             pages = [page for group, n in zip(held.pages, held.behind, strict=True) for page in group[n:]]
             assert len(set(pages)) == len(pages) and 0 not in pages, f"{owner!r} holds a page twice, or scrap: {pages}"
             counts.update(pages)
-            assert held.count <= self._count(held.pages) < held.count + self._unit
+            assert held.count <= self.groups.count(held.pages) < held.count + self.groups.unit
             for group, (pages, behind) in enumerate(zip(held.pages, held.behind, strict=True)):
                 stride = self.strides[group]
                 assert not any(pages[:behind]) and 0 <= held.known <= max(len(pages), behind) * stride
-                own = size * stride
-                most = seen_pages(self.windows[group], len(pages) * own, own, self.longest_step)
+                most = self.groups.most_in(group, len(pages) * self.page_size * stride)
                 assert len(pages) - behind <= most, f"{owner!r} holds too much in group {group}"
                 for index in range(behind, len(pages)):
                     where = place.setdefault(pages[index], (group, index))

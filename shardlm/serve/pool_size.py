@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
-from shardlm.distributed import least_of_all
+from shardlm.distributed import least_of_all, of_all
 from shardlm.errors import ShardlmError
-from shardlm.host_memory import host_gib, use_host_memory
+from shardlm.host_memory import host_gib, use_host_memory, whose_memory
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.kv_format import held
 from shardlm.serve.chunk_programs import Cuts
@@ -153,10 +153,14 @@ def bundles_of(each: Sequence[int], gib: float) -> int:
 
 
 def check_host(gib: float | None) -> None:
-    """Raises ShardlmError where the machines do not have so much memory, of which each process takes its part."""
-    if gib and gib > (most := host_gib() * jax.process_count()):
+    """Raises ShardlmError where the hosts of all processes do not have so much memory together. All must call it."""
+    if not gib:
+        return
+    hosts = dict(zip(of_all(whose_memory()), of_all(int(host_gib() * 2**30)), strict=True))  # each once
+    if gib > (most := sum(hosts.values()) / 2**30):
         raise ShardlmError(
-            f"kv_offloading_size={gib:g} GiB is more than the memory of the host, {most:.1f} GiB; choose less than that"
+            f"kv_offloading_size={gib:g} GiB is more than the memory of {len(hosts)} "
+            f"host{'s' * (len(hosts) > 1)}, {most:.1f} GiB; choose less than that"
         )
 
 

@@ -1,5 +1,5 @@
-"""Runs scheduled batches on the devices: compiles the programs of all shapes before the first request, fills their
-inputs, and hands out what they sampled when it is asked for. Knows pages and slots by number only.
+"""Runs scheduled batches on the devices: compiles the programs of all shapes before the first request, calls them with
+what inputs.py fills, and hands out what they sampled when it is asked for. Knows pages and slots by number only.
 
 A batch becomes at most one call of a decode program and one call of a chunk program for each group of chunks; they are
 handed to a launcher, which starts them in turn, and not waited for.
@@ -16,8 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlm.mesh import MeshSpec
-from shardlm.ops.batch_sampling import RowSettings
-from shardlm.ops.penalties import counts_of
 from shardlm.serve import programs
 from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
@@ -26,21 +24,18 @@ from shardlm.serve.compiling import compile_all, options_of
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.host_copies import Bundles, PageCopies, filling, told_of_room
 from shardlm.serve.host_pages import Move
+from shardlm.serve.inputs import Inputs, one
 from shardlm.serve.launcher import Later, Launcher, launcher_on
-from shardlm.serve.memory_copies import COPIES, NO_COPIES, copier
-from shardlm.serve.programs import ChunkRows, DecodeRows
-from shardlm.serve.request import Request
+from shardlm.serve.memory_copies import NO_COPIES, copier
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.settings import RequestSettings
 from shardlm.serve.snapshots import Copies
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.started import Call, Started
-from shardlm.serve.state import empty_state, no_edits
+from shardlm.serve.state import empty_state
 from shardlm.state import ModelDef, adapters_of, at_rest, replaced
 from shardlm.xla_options import resolve_profile
-
-MASKS = 8  # rows of grammars' masks that one call sets
 
 
 class Runner:
@@ -60,6 +55,7 @@ class Runner:
         own. `like`: a runner of the same model on other devices, whose programs are traced for both."""
         self.model, self._parts, self.mesh, self.config = model, [params], mesh, config
         self.proposer, self.proposer_params = proposer, proposer_params
+        self._inputs = Inputs(config, model.config.vocab_size, proposer is not None)
         self._makers = self._state_makers()
         self._state = self._shape_of_empty()
         self._launchers = self._make_launchers()
@@ -165,24 +161,20 @@ class Runner:
             decode = functools.partial(speculation.decode, *sizes)
             chunk = functools.partial(speculation.chunk, self.model, config.layout, self.proposer)
         for rows in config.decode_sizes:
-            work["decode", rows] = (decode, (self._decode_rows((), rows), np.int32(1)))
+            work["decode", rows] = (decode, (self._inputs.decode_rows((), rows), np.int32(1)))
         for (kind, size), how in config.chunk_programs.items():
-            work[kind, size] = (functools.partial(chunk, **how), (self._chunk_rows((), size),))
+            work[kind, size] = (functools.partial(chunk, **how), (self._inputs.chunk_rows((), size),))
         return work
 
     def _edits(self) -> dict[Any, tuple[Callable, tuple]]:
         """As _own_shapes, of what is set in slots."""
-        vocab, work = self.model.config.vocab_size, {}
+        inputs, work = self._inputs, {}
         if self.proposer and self.proposer.reads_text:
             begin = functools.partial(speculation.begin, self.proposer)
-            text = (np.zeros(1, np.int32), np.zeros((1, self.config.max_model_len), np.int32))
-            work["text"] = (lambda params, *rest: begin(*rest), text)
-        words = -(-vocab // 32)
-        counts = (np.zeros(1, np.int32), np.zeros((1, words), np.int32), np.zeros((1, vocab), np.int16))
-        work["counts"] = (lambda params, *rest: programs.set_counts(*rest), counts)
-        one = (np.zeros(1, np.int32),) * 3
-        work["last"] = (lambda params, *rest: programs.set_last(*rest), one)
-        masks = (np.zeros(MASKS, np.int32), np.zeros((MASKS, words), np.int32))
+            work["text"] = (lambda params, *rest: begin(*rest), inputs.text(0, ()))
+        work["counts"] = (lambda params, *rest: programs.set_counts(*rest), inputs.counts(0, (), ()))
+        work["last"] = (lambda params, *rest: programs.set_last(*rest), (one(0),) * 3)
+        [masks] = inputs.masks([(0, inputs.everything)])
         work["allowed"] = (lambda params, *rest: programs.set_allowed(*rest), masks)
         return work
 
@@ -260,11 +252,7 @@ class Runner:
     ) -> Started:
         """Has the programs of a batch started; `settings` of its requests by id, and what grammars allow next by slot,
         int32 [ceil(V / 32)]. What goes wrong with them is raised where they are waited for."""
-        self._move(batch.moves)
-        self._copy(batch.restored)
-        for row in batch.rows:
-            self._prepare(row, settings[row.request.id])
-        self._allow(masks)
+        self._prepare_all(batch, settings, masks)
         numbered = list(enumerate(batch.rows))
         decodes = [(n, row) for n, row in numbered if row.tokens is None]
         calls = []
@@ -274,13 +262,14 @@ class Runner:
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
             begins = all(row.start == 0 for _, row in group)
             key = "whole" if begins and ("whole", size) in self.config.chunk_programs else "chunk", size
-            calls.append(Call(tuple(n for n, _ in group), self._run(key, self._chunk_rows(own, size)), chunk=True))
+            made = self._run(key, self._inputs.chunk_rows(own, size))
+            calls.append(Call(tuple(n for n, _ in group), made, chunk=True))
         self._copy(batch.saved)
         return Started(batch, tuple(calls))
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         size = next(size for size in self.config.decode_sizes if size >= len(decodes))
-        rows = self._decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
+        rows = self._inputs.decode_rows([(row, batch.page_table[n]) for n, row in decodes], size)
         made = self._run(("decode", size), rows, np.int32(batch.steps))
         return [Call(tuple(n for n, _ in decodes), made, chunk=False)]
 
@@ -299,22 +288,13 @@ class Runner:
 
     def _copy(self, copies: Copies) -> None:
         """Of what layers without pages remember, from slots to slots."""
-        for first in range(0, len(copies), COPIES):
-            some = copies[first : first + COPIES]
-            pairs = np.full((COPIES, 2), self.config.max_rows, np.int32)
-            pairs[: len(some)] = some
+        for pairs in self._inputs.copies(copies):
             self._run("copies", pairs)
 
     def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
-        words = -(-self.model.config.vocab_size // 32)
-        for first in range(0, len(masks), MASKS):
-            some = masks[first : first + MASKS]
-            slots = np.full(MASKS, self.config.max_rows, np.int32)
-            allowed = np.full((MASKS, words), -1, np.int32)
-            for i, (slot, mask) in enumerate(some):
-                slots[i], allowed[i] = slot, mask
-            self._run("allowed", slots, allowed)
-            self._masked |= {slot for slot, _ in some}
+        for arrays in self._inputs.masks(masks):
+            self._run("allowed", *arrays)
+        self._masked |= {slot for slot, _ in masks}
 
     @told
     def update_weights(self, params: Any, draft: Any = None) -> None:
@@ -368,6 +348,19 @@ class Runner:
 
         return self._launchers[-1].submit(call)
 
+    def _prepare_all(
+        self,
+        batch: ScheduledBatch,
+        settings: Mapping[str, RequestSettings],
+        masks: Sequence[tuple[int, np.ndarray]],
+    ) -> None:
+        """What comes before a batch's own programs; arguments as of `start`."""
+        self._move(batch.moves)
+        self._copy(batch.restored)
+        for row in batch.rows:
+            self._prepare(row, settings[row.request.id])
+        self._allow(masks)
+
     def _prepare(self, row: Row, settings: RequestSettings) -> None:
         """Makes a slot know what the row goes on from, where that is not what it sampled last."""
         if row.fresh:
@@ -375,64 +368,27 @@ class Runner:
         if row.again:
             self._count(row, settings)
             last = (row.slot, row.request.tokens[-1], len(row.request.tokens) - 1)
-            self._run("last", *(np.array([number], np.int32) for number in last))
+            self._run("last", *map(one, last))
 
     def _count(self, row: Row, settings: RequestSettings) -> None:
         """What the request in a slot has said, where that matters: all that is known, as the row may be the first of
         several chunks in which it is computed anew."""
         if not settings.penalised:
             return
-        request: Request = row.request
-        prompt, reply = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
-        said = counts_of(prompt, reply, self.model.config.vocab_size)
-        one = (np.array([row.slot], np.int32), *(a[None] for a in said))
-        self._run("counts", *one)
+        tokens, prompt_len = row.request.tokens, row.request.prompt_len
+        self._run("counts", *self._inputs.counts(row.slot, tokens[:prompt_len], tokens[prompt_len:]))
 
     def _begin(self, row: Row, settings: RequestSettings) -> None:
         """Makes a slot forget the request before, as far as the chunk program does not."""
         if row.slot in self._masked:
-            words = -(-self.model.config.vocab_size // 32)
-            self._allow([(row.slot, np.full(words, -1, np.int32))])
+            self._allow([(row.slot, self._inputs.everything)])
             self._masked.discard(row.slot)
         self._count(row, settings)
         if self.proposer and self.proposer.reads_text:
-            text = np.zeros((1, self.config.max_model_len), np.int32)
-            text[0, : len(row.request.tokens)] = row.request.tokens
-            self._run("text", np.array([row.slot], np.int32), text)
+            self._run("text", *self._inputs.text(row.slot, row.request.tokens))
 
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows)."""
         left = iter(rows)
         parts = dealt([len(row.tokens) for _, row in rows], self.config.chunk_sizes, self.config.platform)
         return [(size, list(itertools.islice(left, count))) for size, count in parts]
-
-    # Inputs.
-
-    def _fill(self, columns: np.ndarray, pages: np.ndarray, request: Request) -> None:
-        """A row's pages [groups, width] and its request's adapter into its last columns, int32 [row_pages + 1]."""
-        columns[:-1].reshape(len(pages), -1)[:, : pages.shape[1]] = pages
-        columns[-1] = request.adapter
-
-    def _decode_rows(self, rows: Sequence[tuple[Row, np.ndarray]], size: int) -> DecodeRows:
-        where = np.zeros((size, self.config.columns(3)), np.int32)
-        where[:, 0] = self.config.max_rows  # the slot for padding
-        for i, (row, pages) in enumerate(rows):
-            where[i, :3] = row.slot, row.end if self.proposer else row.start, row.samples
-            self._fill(where[i, 3:], pages, row.request)
-        return DecodeRows(where)
-
-    def _chunk_rows(self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int]) -> ChunkRows:
-        count = size[0]
-        where = np.zeros((count, self.config.columns(6)), np.int32)
-        where[:, 0] = self.config.max_rows
-        tokens, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        defaults, edits, told = RowSettings.defaults(count), no_edits(count), np.zeros(count, np.int8)
-        for i, (row, pages, settings) in enumerate(rows):
-            scored = settings.params.prompt_logprobs is not None
-            where[i, :6] = row.slot, row.start, len(row.tokens), row.samples, scored, row.fresh
-            self._fill(where[i, 6:], pages, row.request)
-            tokens[i, : len(row.tokens)] = row.tokens
-            following = row.request.tokens[row.start + 1 : row.end + 1]
-            targets[i, : len(following)] = following
-            settings.fill(defaults, edits, told, i)
-        return ChunkRows(where, tokens, targets, defaults, edits, told)

@@ -13,13 +13,7 @@ then the next one is first. Nothing starves but behind an endless stream of bett
 later goes first only for a while. A prompt that little room is left for in a batch waits for the next one (`cuts`), and
 others behind it may be read before.
 
-A request whose next token is held to what those before say, as a grammar's is, runs a token at a time and waits for
-each (`bound`). Where that begins within what landed, the tokens after it are taken back, here and in flight: the
-request goes on from those it has, in its slot and its pages, or is computed anew where the model remembers all it read.
-
-Where drafts are verified (speculation/), how many tokens a decode brings is known when it lands, and the device alone
-knows where the next one begins: it holds pages as if all drafts before it and its own were right, for as many batches
-ahead as DRAFTS_AHEAD says. Nobody loses pages to what may not be needed: if they lack, it waits for what is in flight.
+How far a request's decoding goes ahead of what it said, where a grammar or drafts are to be looked at, is ahead.py's.
 """
 
 import bisect
@@ -30,11 +24,12 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.ahead import end_of, left, must_land
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
 from shardlm.serve.holdings import Holdings
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import Request, Status, check_room
-from shardlm.serve.scheduler_config import DRAFTS_AHEAD, SchedulerConfig
+from shardlm.serve.scheduler_config import SchedulerConfig
 from shardlm.serve.turns import Turns, by_turn
 
 
@@ -68,7 +63,7 @@ class Scheduler:
     def least_remaining(self) -> int:
         """Tokens that the reply which ends first may still be scheduled for, of those that run and have any left; 0
         where none has."""
-        return min((left for request in self._running if (left := request.remaining) > 0), default=0)
+        return min((more for request in self._running if (more := request.remaining) > 0), default=0)
 
     @property
     def num_in_flight(self) -> int:
@@ -205,22 +200,16 @@ class Scheduler:
                 if not (first and budget > 0 and self._admit(request)):
                     continue
             if request.computed < request.prefill_end:
-                left = self._holdings.until(request) - request.computed
-                count = self.config.cuts.chunk(left, budget, prompts, bool(chunks))
+                unread = self._holdings.until(request) - request.computed
+                count = self.config.cuts.chunk(unread, budget, prompts, bool(chunks))
                 if count and self._make_pages(request, request.computed + count):
                     chunks.append(self._chunk_row(request, request.computed + count))
                     budget -= count
-            elif request.remaining > 0 and not self._must_land(request):
+            elif request.remaining > 0 and not must_land(request, self.config):
                 unsure = self.config.drafts > 0 and request.in_flight > 0
-                if (self._holdings.grow if unsure else self._make_pages)(request, self._end(request, 1)):
+                if (self._holdings.grow if unsure else self._make_pages)(request, end_of(request, 1)):
                     decodes.append(request)
         return decodes, chunks
-
-    def _must_land(self, request: Request) -> bool:
-        """Whether the request's next row waits for what is in flight."""
-        if self._most_ahead(request) <= 0:
-            return request.in_flight > 0
-        return self.config.drafts > 0 and request.batches_in_flight >= DRAFTS_AHEAD
 
     def _chunk_row(self, request: Request, end: int) -> Row:
         """The next tokens of a prompt, or of what is computed anew after a preemption."""
@@ -237,43 +226,28 @@ class Scheduler:
         return row
 
     def _decode_row(self, request: Request, most: int) -> Row:
-        samples = min(most, self._left(request)) if most > 1 else 1
-        end = self._end(request, samples)
+        samples = min(most, left(request, self.config)) if most > 1 else 1
+        end = end_of(request, samples)
         if samples > 1:  # the page of one more is there already
             self._holdings.grow(request, end)
         row = Row(request, request.slot, request.start, end, samples, None, False, request.again)
         request.again = False
         return row
 
-    def _left(self, request: Request) -> int:
-        """Tokens that a row may sample in one program."""
-        return min(request.remaining, max(1, self._most_ahead(request)))
-
-    def _most_ahead(self, request: Request) -> int:
-        """Tokens that may be scheduled now without a look at those before."""
-        bound = request.bound - len(request.tokens)
-        if request.revocable:  # it keeps the pages that its last known token sees
-            bound = min(bound, self.config.longest_step)
-        return bound - request.most_in_flight
-
-    def _end(self, request: Request, samples: int) -> int:
-        """One past the last position that so many more samples may write; a reply's last token is never written."""
-        return min(request.computed + samples, request.max_len - 1)
-
     def _affordable(self, decodes: list[Request], longest: int) -> tuple[int, int]:
         """(steps, the most tokens of a row) of the largest program that no row's pages are lacking for, and that is not
         longer than any reply can be, nor than `longest`. One token a row is always affordable."""
         if longest == 1 and not self.config.drafts:
             return 1, 1
-        left = [self._left(request) for request in decodes]
-        longest = min(longest, max(left, default=0))
+        each = [left(request, self.config) for request in decodes]
+        longest = min(longest, max(each, default=0))
         for steps in reversed(self.config.decode_steps):
             if steps > longest:
                 continue
             most = steps * (1 + self.config.drafts)
             lacking = sum(
-                self.pages.lacking(request.id, self._end(request, min(most, own)))
-                for request, own in zip(decodes, left, strict=True)
+                self.pages.lacking(request.id, end_of(request, min(most, own)))
+                for request, own in zip(decodes, each, strict=True)
             )
             if lacking <= self.pages.num_free:
                 return steps, most

@@ -159,7 +159,7 @@ class StagedRunner(Runner):
         """The stage is last in each key."""
         work = self._edits_of_last() | self._writers() | self._copiers() | self._movers()
         for rows in self.group_sizes:
-            work |= self._step_shapes(self._decoding, np.zeros((rows, self.config.columns(3)), np.int32))
+            work |= self._step_shapes(self._decoding, self._inputs.decode_rows((), rows).where)
         for key, how in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, how)
         return {key: one for key, one in work.items() if self._here[key[-1]]}
@@ -215,7 +215,7 @@ class StagedRunner(Runner):
 
     def _chunk_shapes(self, kind: str, size: tuple[int, int], how: dict[str, str]) -> dict[Any, tuple[Callable, tuple]]:
         work = {}
-        rows = self._chunk_rows((), size)
+        rows = self._inputs.chunk_rows((), size)
         for s, stage in enumerate(self.stages):
             last = functools.partial(stage_programs.last_chunk, proposer=self.proposer)
             function = last if stage.last else stage_programs.chunk
@@ -290,7 +290,7 @@ class StagedRunner(Runner):
         count = min(len(self.stages), len(decodes))
         dealt = [decodes[number::count] for number in range(count)]
         size = next(size for size in self.group_sizes if size >= len(dealt[0]))
-        rows = [self._decode_rows([(row, batch.page_table[n]) for n, row in own], size).where for own in dealt]
+        rows = [self._inputs.decode_rows([(row, batch.page_table[n]) for n, row in own], size).where for own in dealt]
         found = self._in_turn(rows, batch.steps)
         return [
             Call(tuple(n for n, _ in own), Part(held, lambda held: held[1:]), chunk=False)

@@ -26,7 +26,8 @@ from shardlm.layers.fused import added
 from shardlm.layers.mlp import Mlp
 from shardlm.layers.paged import Paged
 from shardlm.layers.param import Execution
-from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.models.transformer import Transformer
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops import few_rows
 from shardlm.serve.option_types import Fused
 from shardlm.serve.speculation.build import layouts_of

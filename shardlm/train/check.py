@@ -11,7 +11,7 @@ from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.ngrams import NgramsConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.ops.ulysses import fits
 from shardlm.precision import Precision

@@ -14,10 +14,11 @@ from shardlm import chat, hf_files, peft, weights
 from shardlm.checkpoint import Checkpoints, save_unread
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
+from shardlm.execution import DTYPES
 from shardlm.merge import merged
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.opened import DTYPES, Prepared, prepare, trained
+from shardlm.opened import Prepared, prepare, trained
 from shardlm.progress_bar import bytes_bar
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.state import at_rest

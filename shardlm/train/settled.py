@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops import grouped_matmul
 from shardlm.ops.attention import choose, choose_context
 from shardlm.ops.weight_format import PUBLISHED, WeightFormat

@@ -12,11 +12,12 @@ from small_hybrid import HYBRID
 from small_moe import DEEPSEEK
 from test_one_forward import packed_logits, paged_logits
 
+from shardlm.execution import execution_of
 from shardlm.generate import PAGE_SIZE, make_pages
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
-from shardlm.opened import Opened, execution_of
+from shardlm.opened import Opened
 from shardlm.rules import Rules
 from shardlm.serve.build import assemble
 from shardlm.serve.engine_config import EngineConfig

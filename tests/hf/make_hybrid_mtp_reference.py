@@ -15,7 +15,8 @@ import torch
 import transformers
 from make_mtp_reference import WEIGHT, slope, summary
 from make_references import LENGTH, ROWS, UNTRAINED, per_expert
-from reference_cases import CASES, SIZES
+from reference_cases import CASES
+from reference_parts import SIZES
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as moe

@@ -14,7 +14,8 @@ import sys
 import torch
 import transformers
 from make_references import LENGTH, ROWS, per_expert
-from reference_cases import CASES, SIZES
+from reference_cases import CASES
+from reference_parts import SIZES
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek

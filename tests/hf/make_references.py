@@ -16,7 +16,8 @@ import tempfile
 import torch
 import transformers
 from newest_cases import NEWEST
-from reference_cases import CASES, EXPERTS, GPT2, SIZES
+from reference_cases import CASES, EXPERTS, GPT2
+from reference_parts import SIZES
 from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from make_references import LENGTH, ROWS, saved
 from newest_cases import MISTRAL_LARGE4
-from reference_cases import DENSE_MLA, GEMMA4, HYBRID, MOE, SIZES, STEP, STEP_VISION, YARN
+from reference_parts import DENSE_MLA, GEMMA4, HYBRID, MOE, SIZES, STEP, STEP_VISION, YARN
 from safetensors.torch import save_file
 
 TEXT = {**SIZES, "num_hidden_layers": 2, "head_dim": 12}

@@ -1,6 +1,6 @@
 """The tiny models of the newest families, as reference_cases.py has those of others."""
 
-from reference_cases import DENSE_MLA, INDEXED, LONG, MLA, ROUTED, SIZES, WINDOWED, YARN, rope
+from reference_parts import DENSE_MLA, INDEXED, LONG, MLA, ROUTED, SIZES, WINDOWED, YARN, rope
 
 MISTRAL_LARGE4 = {
     **{name: value for name, value in {**SIZES, **MLA, **INDEXED}.items() if name != "q_lora_rank"},

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from small import logits_of
 
 import shardlm
-from shardlm import hf_files, peft
+from shardlm import hf_files, peft, peft_folder
 from shardlm.errors import ShardlmError
 from shardlm.generate import Sampling, generate
 from shardlm.layers.lora import LoraConfig
@@ -114,7 +114,7 @@ def test_adapters_that_peft_would_not_open(tmp_path):
 )
 def test_refusals(change, message, tmp_path):
     folder = shutil.copytree(HERE / "adapters" / "llama", tmp_path / "adapter")
-    config = json.loads((folder / peft.CONFIG).read_text())
-    (folder / peft.CONFIG).write_text(json.dumps(config | change))
+    config = json.loads((folder / peft_folder.CONFIG).read_text())
+    (folder / peft_folder.CONFIG).write_text(json.dumps(config | change))
     with pytest.raises(ShardlmError, match=message):
         shardlm.load(folder, dtype="float32")

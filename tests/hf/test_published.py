@@ -5,34 +5,18 @@ import json
 import math
 import pathlib
 
-import jax
 import pytest
 import small_moe
-from small import mesh_of
+from published_sizes import YARN, check_size, common, parameters
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.param import Execution
-from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
-from shardlm.rules import Rules
-from shardlm.state import ModelDef
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 
 
-def common(layers, hidden, heads, kv, mlp, vocab, **more):
-    return {
-        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "intermediate_size": mlp, "vocab_size": vocab, "rms_norm_eps": 1e-6, "hidden_act": "silu", "bos_token_id": 1,
-        "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
-        "use_cache": True, "attention_dropout": 0.0, "max_position_embeddings": 32768, "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-    } | more  # fmt: skip
-
-
-YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 # name -> (config.json in the words of its publishers, stated parameters)
 PUBLISHED = {
     "Llama 2 7B": (
@@ -138,10 +122,9 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_options_give_the_stated_size(name):
     config, stated = PUBLISHED[name]
-    shape = registry.transformer(json.loads(json.dumps(config)))
-    assert parameters(shape.without_mtp()) == stated
+    assert parameters(config) == stated
     if name == "DeepSeek V3":  # "11.5B unique parameters", say its publishers (README_WEIGHTS.md)
-        assert parameters(shape) - stated == pytest.approx(11.5e9, rel=0.01)
+        assert parameters(config, further=True) - stated == pytest.approx(11.5e9, rel=0.01)
 
 
 GLM = {
@@ -335,9 +318,7 @@ NEWER = {  # name -> (config.json in the words of its publishers, billions of pa
 
 @pytest.mark.parametrize("name", NEWER)
 def test_newer_published_options_give_about_the_stated_size(name):
-    config, billions = NEWER[name]
-    shape = registry.transformer(json.loads(json.dumps(config)))
-    assert parameters(shape.without_mtp()) == pytest.approx(billions * 1e9, rel=0.02)
+    check_size(*NEWER[name])
 
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -360,12 +341,6 @@ def test_older_and_newer_options_are_the_same_model(name):
         newer["rope_parameters"]["sliding_attention"]["rope_theta"] = 10000.0
     older = {option: value for option, value in newer.items() if option != "rope_parameters"} | FORMS[name]
     assert registry.transformer(older) == registry.transformer(newer)
-
-
-def parameters(shape) -> int:
-    with jax.set_mesh(mesh_of(MeshSpec())):
-        model = ModelDef.make(shape, Execution(Rules.make("replicated", MeshSpec())))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
 
 
 OURS = [

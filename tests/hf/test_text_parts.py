@@ -15,7 +15,7 @@ from small import logits_of
 from test_opening import change_tensors
 
 import shardlm
-from shardlm import hf_files, peft
+from shardlm import hf_files, peft, peft_folder
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
@@ -115,16 +115,16 @@ def test_adapters_are_where_peft_looks_for_them(tmp_path):
     folder = tmp_path / "adapters"
     folder.mkdir()
     planned = [hf_files.Planned(name, a.dtype, a.shape, lambda a=a: a) for name, a in made.items()]
-    assert len(list(hf_files.write_file(folder / peft.WEIGHTS, planned))) == len(made)
+    assert len(list(hf_files.write_file(folder / peft_folder.WEIGHTS, planned))) == len(made)
     config = {"peft_type": "LORA", "base_model_name_or_path": str(SEEING / "mistral3"), "r": 2, "lora_alpha": 4}
-    (folder / peft.CONFIG).write_text(json.dumps(config | {"target_modules": r".*language_model.*\.q_proj"}))
+    (folder / peft_folder.CONFIG).write_text(json.dumps(config | {"target_modules": r".*language_model.*\.q_proj"}))
     opened = shardlm.load(folder, dtype="float32")
     adapters = unflatten_dict({path: a for path, a in flatten_dict(opened.params).items() if is_adapter(path)})
     peft.save(tmp_path / "written", opened.model, adapters, opened.source)
-    written = hf_files.header(tmp_path / "written" / peft.WEIGHTS)
+    written = hf_files.header(tmp_path / "written" / peft_folder.WEIGHTS)
     assert written.keys() == made.keys()
     assert all(np.array_equal(written[name].read(...), a) for name, a in made.items())
-    named = json.loads((tmp_path / "written" / peft.CONFIG).read_text())["target_modules"]
+    named = json.loads((tmp_path / "written" / peft_folder.CONFIG).read_text())["target_modules"]
     found = ["model.language_model.layers.0.self_attn.q_proj", "model.vision_tower.layers.0.self_attn.q_proj"]
     assert [bool(re.fullmatch(named, name)) for name in found] == [True, False]
     assert shardlm.load(tmp_path / "written").model.execution.lora.targets == ("wq",)

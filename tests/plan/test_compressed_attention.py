@@ -1,5 +1,5 @@
 """Plans of models whose queries attend to entries that stand for several tokens, and that have several streams: by
-hand, from what a layer keeps of a text. That the engine allocates as planned is test_serving.py's."""
+hand, from what a layer keeps of a text. That the engine allocates as planned is test_serving_memory.py's."""
 
 import dataclasses
 import functools

@@ -17,7 +17,7 @@ from shardlm.layers.lora import LoraConfig
 from shardlm.layers.packed import Packed
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import Opened
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serving_rules import serving_rules

@@ -13,7 +13,7 @@ from oracle import Oracle
 from small_moe import DEEPSEEK, MOE
 from test_adapters_served import PROMPT, SIZES, adapter_of
 
-from shardlm import hf_files, peft
+from shardlm import hf_files, peft_folder
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
@@ -50,11 +50,12 @@ def folders(tmp_path_factory):
 def changed(folder, path, config=None, tensors=lambda given: given):
     """A copy of a folder of PEFT with other options, and with other tensors, {name: array} -> {name: array}."""
     shutil.copytree(folder, path)
-    described = json.loads((path / peft.CONFIG).read_text()) | (config or {})
-    (path / peft.CONFIG).write_text(json.dumps({name: value for name, value in described.items() if value != "gone"}))
-    given = {name: stored.read(...) for name, stored in hf_files.header(folder / peft.WEIGHTS).items()}
+    described = json.loads((path / peft_folder.CONFIG).read_text()) | (config or {})
+    described = {name: value for name, value in described.items() if value != "gone"}
+    (path / peft_folder.CONFIG).write_text(json.dumps(described))
+    given = {name: stored.read(...) for name, stored in hf_files.header(folder / peft_folder.WEIGHTS).items()}
     planned = [hf_files.Planned(n, a.dtype, a.shape, lambda a=a: a) for n, a in tensors(given).items()]
-    list(hf_files.write_file(path / peft.WEIGHTS, planned))
+    list(hf_files.write_file(path / peft_folder.WEIGHTS, planned))
     return path
 
 

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from lazy_programs import all_compiled
 from oracle import Oracle
 
-from shardlm import peft
+from shardlm import peft, peft_folder
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
@@ -167,8 +167,8 @@ def test_refusals(llm, folders, tmp_path):
     deeper = folder_of(tmp_path / "deeper", 0, type(CONFIG)(**{**vars(CONFIG), "num_layers": 2}))
     elsewhere = adapter_of(tmp_path / "elsewhere", deeper, KINDS["small"], 0)
     broken = shutil.copytree(folders["small"], tmp_path / "broken")
-    config = json.loads((broken / peft.CONFIG).read_text())
-    (broken / peft.CONFIG).write_text(json.dumps(config | {"use_dora": True}))
+    config = json.loads((broken / peft_folder.CONFIG).read_text())
+    (broken / peft_folder.CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     for request, message in (
         (of("nobody"), "there is no adapter 'nobody'; "),
         (of("large", folders), "has rank 5 and max_lora_rank=4; start with max_lora_rank=5"),

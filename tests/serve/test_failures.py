@@ -17,7 +17,6 @@ from oracle import Oracle, opened_of
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
-from shardlm.serve import engine as engine_module
 from shardlm.serve import replicas as replicas_module
 from shardlm.serve.api.metrics import Metrics
 from shardlm.serve.async_llm import AsyncLLM
@@ -26,6 +25,7 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.outputs import EngineError, whole
 from shardlm.serve.pool_size import scheduler_of
+from shardlm.serve.recovery import FAILURES
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
@@ -296,4 +296,4 @@ def test_the_limit_is_of_failures_without_a_batch_between(runners, monkeypatch):
     Faults(monkeypatch, engine.runner, range(1, 99, 3), read=True)
     add_all(engine, 9)
     done = finished(engine)
-    assert engine.stats().failed_batches > engine_module.FAILURES and len(done) == 9
+    assert engine.stats().failed_batches > FAILURES and len(done) == 9

@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from small import logits_of
 
 from shardlm import host_memory
 from shardlm.errors import ShardlmError
-from shardlm.host_memory import POOL, host_gib, use_host_memory
+from shardlm.host_memory import POOL, host_gib, use_host_memory, whose_memory
 from shardlm.layers.page_layout import PageLayout
 from shardlm.mesh import MeshSpec
 from shardlm.serve import host_copies, pool_size
@@ -131,6 +133,28 @@ def test_what_cannot_be_is_refused():
         pool_size.bundles_of([2**20, 2**20], 0.02)
     with pytest.raises(ShardlmError, match=r"kv_offloading_size=1e\+06 GiB is more than the memory"):
         pool_size.check_host(1e6)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gib", "most"), [((5, 5, 8, 8), (100, 100, 50, 50), 150), ((5, 5, 5, 8), (120, 120, 120, 80), 200)]
+)
+def test_the_memory_of_a_host_counts_once_however_many_processes_are_on_it(monkeypatch, hosts, gib, most):
+    said = [list(hosts), [each * 2**30 for each in gib]] * 2
+    monkeypatch.setattr(pool_size, "of_all", lambda own: said.pop(0))
+    pool_size.check_host(most)
+    with pytest.raises(ShardlmError, match=rf"more than the memory of 2 hosts, {most}\.0 GiB"):
+        pool_size.check_host(most + 1)
+
+
+def test_processes_know_whether_they_share_memory(monkeypatch, tmp_path):
+    code = "from shardlm.host_memory import whose_memory; print(whose_memory())"
+    assert int(subprocess.check_output([sys.executable, "-c", code])) == whose_memory() < 2**63
+    found = {whose_memory()}
+    for container in ("one", "other"):  # each with a limit of its own
+        (tmp_path / container).write_text(f"{2**29}\n")
+        monkeypatch.setattr(host_memory, "LIMITS", (tmp_path / container, tmp_path / "none"))
+        found |= {whose_memory(), whose_memory()}
+    assert len(found) == 3
 
 
 def test_the_room_is_taken_before_requests_come():

@@ -22,7 +22,7 @@ from shardlm.layers.lora import A, LoraConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import Opened
 from shardlm.serve import memories, pool_size
 from shardlm.serve.adapter_table import AdapterTable, Room

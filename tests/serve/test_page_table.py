@@ -121,7 +121,7 @@ def test_a_window_gives_back_what_no_token_to_come_sees():
     table = PageTable(20, 4, windows=(0, 6), longest_step=4)
     tokens = list(range(16))
     hashes = hashes_of(tokens)
-    assert table.most(16) == 4 + 4 and table.most(40) == 10 + 4
+    assert table.groups.most(16) == 4 + 4 and table.groups.most(40) == 10 + 4
     assert table.allocate("a", 16, hashes) == 0
     assert len(table.pages("a", 0)) == 4 and len(table.pages("a", 1)) == 3  # of 6 + 4 tokens
     assert table.lacking("a", 16) == 1 and table.append("a", 16)
@@ -149,7 +149,7 @@ def test_pages_of_entries_are_found_with_those_of_tokens():
     """Entries of 2 tokens, 4 a page: pages of tokens go two by two."""
     table = PageTable(20, 4, windows=(6, 0), strides=(1, 2), longest_step=24)
     hashes = hashes_of(range(24))
-    assert table.most(24) == 6 + 3 and table.allocate("a", 20, hashes[:5]) == 0
+    assert table.groups.most(24) == 6 + 3 and table.allocate("a", 20, hashes[:5]) == 0
     assert len(table.pages("a", 0)) == 5 and len(table.pages("a", 1)) == 3
     assert table.append("a", 24)
     table.register("a", hashes, 20)  # five pages of tokens, two of entries
@@ -212,7 +212,7 @@ def test_pages_hold_what_their_owners_wrote(num_pages, page_size, groups, action
             for group, (window, stride) in enumerate(groups):
                 pages = table.pages(owner, group)
                 first = max(0, len(known) - window + 1) // page_size if window else 0
-                assert len(pages) == -(-table.pages_for(len(known)) // stride) and 0 not in pages[first:]
+                assert len(pages) == -(-table.groups.pages_for(len(known)) // stride) and 0 not in pages[first:]
                 for index, page in enumerate(pages):
                     assert page == 0 or contents[page] == (group, tuple(known[: (index + 1) * page_size * stride]))
     held = {page for owner in tokens for group in range(len(windows)) for page in table.pages(owner, group)}

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shardlm.layers.page_layout import PageLayout
+from shardlm.serve.ahead import most_ahead
 from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.host_pages import HostPages
 from shardlm.serve.page_table import PageTable
@@ -163,7 +164,7 @@ class Serving(RuleBasedStateMachine):
 
     def check_the_first_moves(self, first, batch):
         waits_for_a_token = first.batches_in_flight and (
-            self.scheduler._most_ahead(first) <= 0 or first.remaining <= 0 or self.scheduler.config.drafts > 0
+            most_ahead(first, self.scheduler.config) <= 0 or first.remaining <= 0 or self.scheduler.config.drafts > 0
         )
         rows = batch.rows if batch else ()
         assert waits_for_a_token or any(row.request is first for row in rows), f"{first} got no row"

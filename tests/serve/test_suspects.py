@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from shardlm.layers.page_layout import PageLayout
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import probe
-from shardlm.serve.engine import FAILURES, Engine
+from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import EngineError
 from shardlm.serve.page_table import PageTable
+from shardlm.serve.recovery import FAILURES
 from shardlm.serve.request import Request
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig

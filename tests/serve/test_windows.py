@@ -17,7 +17,7 @@ from shardlm.layers.page_layout import PageLayout, layout_of
 from shardlm.layers.param import Execution
 from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.rules import Rules
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.page_table import PageTable, extend_hashes

@@ -12,6 +12,7 @@ import pathlib
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
+from shardlm.execution import DTYPES, stored_dtype
 from shardlm.gguf_files.ollama import installed
 from shardlm.hf_files import home, read_config
 from shardlm.hf_quantised import supported
@@ -20,7 +21,6 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import TransformerConfig
-from shardlm.opened import DTYPES, stored_dtype
 from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.mix import Mix, made_up

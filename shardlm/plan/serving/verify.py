@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardlm.execution import execution_of
 from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import TransformerConfig
-from shardlm.opened import execution_of
 from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.weight_format import WeightFormat

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 from tokenizers import models, pre_tokenizers
 
 from shardlm.errors import ShardlmError
+from shardlm.execution import execution_of
 from shardlm.layers.lora import LoraConfig
-from shardlm.models.transformer import TransformerConfig
-from shardlm.opened import Opened, execution_of
+from shardlm.models.transformer_config import TransformerConfig
+from shardlm.opened import Opened
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.serve.build import assemble
 from shardlm.serve.engine import Engine

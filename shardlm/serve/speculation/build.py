@@ -12,7 +12,8 @@ from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.page_layout import PageLayout, layout_of, layout_of_rows
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.models.transformer import Transformer
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.kv_format import KvFormat
 from shardlm.serve.layers import taken_apart

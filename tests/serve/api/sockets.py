@@ -1,12 +1,15 @@
-"""Applications that listen, in threads."""
+"""Applications that listen, in threads, and what is sent to them without a client."""
 
 import contextlib
+import json
 import signal
 import subprocess
 import threading
 import time
 
+from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
+from shardlm.serve.api.settings import Settings
 
 
 @contextlib.contextmanager
@@ -24,6 +27,19 @@ def listens(app, *, listen=None, write_seconds=60):
                 server.handle_exit(signal.SIGTERM, None)
             thread.join(60)
             assert not thread.is_alive()
+
+
+def serving(llm, *, listen=None, **settings):
+    """(the server, its address), in a thread."""
+    settings = Settings(**settings)
+    return listens(make_app(llm, settings), listen=listen, write_seconds=settings.write_seconds)
+
+
+def post(sock, body, key="-", version=b"1.1", more=b""):
+    """A request without a client that would read its answer."""
+    body = json.dumps(body).encode()
+    head = f"host: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n".encode()
+    sock.sendall(b"POST /v1/completions HTTP/" + version + b"\r\n" + head + more + b"\r\n" + body)
 
 
 def until(condition):
