@@ -13,7 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.block_indexer import BlockIndexer, BlockIndexerConfig
 from shardlm.layers.context import INDEX, KEPT, Context, Pages
 from shardlm.layers.fused import Late, late_norm, over, project_back, project_each, sums_each, taken
-from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.norm import HeadNorms, Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.norm import rms_norm
 from shardlm.ops.rope import QueryGrowth, Rope, grown, rope, sines
@@ -30,8 +30,9 @@ class AttentionConfig:
     window     how many positions a token sees, itself included; 0: all before it
     chunk      a token sees the positions of its own chunk of so many, into which a text is cut (Llama 4); 0: of all
     bias       of queries, keys and values; out_bias of the output
-    qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), or of
-               all heads together (OLMo 2, https://arxiv.org/abs/2501.00656)
+    qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), of each
+               with a scale of its own (Command R+), or of all heads together (OLMo 2,
+               https://arxiv.org/abs/2501.00656)
     norm_rotated  that norm comes after the rotation (Hunyuan)
     scale      of the scores; 0: head_dim ** -0.5
     softcap    scores are softcap * tanh(scores / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: as they are
@@ -60,7 +61,7 @@ class AttentionConfig:
     chunk: int = 0
     bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "head", "all"] = "none"
+    qk_norm: Literal["none", "head", "each", "all"] = "none"
     norm: NormConfig = NormConfig()
     norm_rotated: bool = False
     scale: float = 0.0
@@ -154,7 +155,10 @@ class Attention(nnx.Module):
                 setattr(self, f"b{letter}", params(shape, (self.kv_name, "head_dim"), constant(0.0)))
         if config.out_bias:
             self.bo = params((D,), ("norm",), constant(0.0))
-        if config.qk_norm != "none":
+        if config.qk_norm == "each":
+            self.q_norm = HeadNorms(config.norm, N, H, "heads", params)
+            self.k_norm = HeadNorms(config.norm, K, H, self.kv_name, params)
+        elif config.qk_norm != "none":
             self.q_norm = Norm(config.norm, H if config.qk_norm == "head" else N * H, params)
             if not config.reads:
                 self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
@@ -248,7 +252,7 @@ class Attention(nnx.Module):
         if self.config.qk_norm == "none":
             return a
         norm, heads = getattr(self, f"{name}_norm"), "heads" if name == "q" else self.kv_name
-        if self.config.qk_norm == "head":
+        if self.config.qk_norm in ("head", "each"):
             return norm(a, execution)
         act = execution.rules.act
         flat, split = act.spec("batch", "whole_seq", heads), act.spec("batch", "whole_seq", heads, "head_dim")
