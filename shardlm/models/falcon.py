@@ -1,5 +1,5 @@
 """Falcon (https://arxiv.org/abs/2311.16867): attention and a plain GELU side by side after layer norms, one head of
-keys and values (7B) or a few (40B, 180B, 11B)."""
+keys and values (7B) or a few (40B, 180B, 11B); RefinedWeb's (1B, 7B) have linear biases, and both layers in turn."""
 
 import re
 from collections.abc import Mapping
@@ -13,8 +13,10 @@ from shardlm.models import hf_decoder
 from shardlm.models.hf_options import Options, rope_of
 from shardlm.models.naming import Names, Tensor, fused_by_head, layer_norms, linear
 from shardlm.models.transformer import TransformerConfig
+from shardlm.ops.alibi import slopes
 
 LAYER = "transformer.h.{layer}."
+LONGEST = 2048  # positions, where config.json does not say it, as in the first
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
@@ -22,7 +24,6 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     for name in ("hidden_dropout", "ff_factor"):  # of training; said as ffn_hidden_size
         options(name, None)
     options.only("apply_residual_connection_post_layernorm", False)
-    options.only("alibi", False)
     options.where_absent(activation="gelu")
     D, N, bias = options("hidden_size"), options("num_attention_heads"), bool(options("bias", False))
     newer, side_by_side = bool(options("new_decoder_architecture", False)), bool(options("parallel_attn", True))
@@ -32,8 +33,13 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
         options.only("parallel_attn", True)
     options.only("num_ln_in_parallel_attn", *known)
     apart = side_by_side and options("num_ln_in_parallel_attn", known[0]) == 2
-    rope = rope_of(options, D // N, length=length)
-    attention = AttentionConfig(N, 1 if one else kv_heads, D // N, rope, bias=bias, out_bias=bias)
+    rope, own = rope_of(options, D // N, length=length), {"bias": bias, "out_bias": bias}
+    attention = AttentionConfig(N, 1 if one else kv_heads, D // N, rope, **own)
+    # Which the factor on scores multiplies too. (transformers rounds these biases to bfloat16.)
+    if options("alibi", False):
+        scale = (D // N) ** -0.5
+        of_heads = tuple(scale * slope for slope in slopes(N))
+        attention = AttentionConfig.with_slopes(N, attention.num_kv_heads, D // N, of_heads, scale=scale, **own)
     network = MlpConfig(options("ffn_hidden_size", 4 * D), options.activation("activation"), gated=False, bias=bias)
     block = BlockConfig(attention, network, parallel=side_by_side, norms_apart=apart)
     norm = NormConfig("layer", options("layer_norm_epsilon", 1e-5))
@@ -47,7 +53,7 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
         "embedding": Tensor("transformer.word_embeddings.weight"),
         "head": Tensor("lm_head.weight", "V D -> D V"),
     }
-    found |= fused_by_head(f"{LAYER}self_attention.query_key_value", heads.head_dim, group)
+    found |= fused_by_head(f"{LAYER}self_attention.query_key_value", heads.projected_dim, group)
     found |= linear("attention.wo", f"{LAYER}self_attention.dense", "o")
     found |= linear("mlp.up", f"{LAYER}mlp.dense_h_to_4h", "into")
     found |= linear("mlp.down", f"{LAYER}mlp.dense_4h_to_h", "out")

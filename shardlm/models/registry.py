@@ -108,6 +108,8 @@ FAMILIES = {
     "opt": "opt",
     "stablelm": "stablelm",
     "falcon": "falcon",
+    "bloom": "bloom",
+    "mpt": "mpt",
     "persimmon": "persimmon",
     "dbrx": "dbrx",
     "minicpm3": "minicpm",
@@ -143,10 +145,12 @@ def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfi
 
 
 def longest(config: Mapping[str, Any]) -> int:
-    """Positions that a model is said to be made for, by the names that families have for them; 0: not said."""
+    """Positions that a model is said to be made for, by the names that families have for them, or that all of a family
+    are; 0: not said."""
     text = text_config(config)
-    names = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
-    return next(filter(None, (text.get(name) for name in names)), 0)
+    names = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len", "seq_length")
+    said = next(filter(None, (text.get(name) for name in names)), 0)
+    return said or (getattr(_family(text["model_type"]), "LONGEST", 0) if text.get("model_type") in FAMILIES else 0)
 
 
 def unused(config: Mapping[str, Any]) -> re.Pattern | None:

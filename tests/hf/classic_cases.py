@@ -5,7 +5,7 @@ from reference_cases import FACTORS, MOE, rope
 LAYERNORMS = {"rms_norm_eps": None}
 TOKENS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SMALL = {**TOKENS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 48}
-ALONE = ("gpt_bigcode", "gptj", "dbrx")  # model_types that have other names for what is in SIZES
+ALONE = ("gpt_bigcode", "gptj", "dbrx", "bloom", "mpt")  # model_types that have other names for what is in SIZES
 FOUR = {**LAYERNORMS, "num_key_value_heads": None}
 OWN_WIDTH = {**FOUR, "intermediate_size": None}
 # name -> (model_type, options besides SIZES)
@@ -54,4 +54,13 @@ CLASSIC = {
         {**FOUR, "window_size": 6, "attention_types": [[["global", "local"], 1], [["local"], 1]]},
     ),
     "persimmon": ("persimmon", FOUR),
+    "bloom": ("bloom", {**TOKENS, "hidden_size": 36, "n_layer": 3, "n_head": 6}),
+    "mpt": (
+        "mpt",
+        {**TOKENS, "d_model": 36, "n_layers": 3, "n_heads": 6, "max_seq_len": 64, "attn_config": {"clip_qkv": 1.5}},
+    ),
+    "falcon_rw": (
+        "falcon",
+        {**OWN_WIDTH, "ffn_hidden_size": 48, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
 }

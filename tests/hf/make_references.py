@@ -35,7 +35,8 @@ def make(name: str, folder: pathlib.Path) -> None:
     torch.manual_seed(sum(map(ord, name)) + int(os.environ.get("SHARDLM_REFERENCE_SEED", "0")))
     sizes = {"gpt2": GPT2, **{kind: {} for kind in ALONE}}.get(model_type, SIZES)
     config = transformers.CONFIG_MAPPING[model_type](**{**sizes, **options})
-    config._attn_implementation = "eager"
+    # Eagerly, transformers adds Falcon's linear biases twice.
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     if model_type == "mistral4":  # which the Auto classes leave to what also sees
         model = transformers.Mistral4ForCausalLM(config)
     elif model_type in ("mistral_large4", "step3p7"):  # of which transformers has no other
