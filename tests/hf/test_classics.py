@@ -4,13 +4,19 @@ may say that is not followed, and what is theirs alone."""
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
+from small import mesh_of
 from test_published import common, parameters
 
 from shardlm.errors import ShardlmError
+from shardlm.layers.param import Execution
+from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.ops.routing import sparsely_mixed
+from shardlm.rules import Rules
+from shardlm.state import ModelDef, cache_entries
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
 LONG = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
@@ -125,6 +131,30 @@ CLASSIC = {  # name -> (config.json in the words of its publishers, billions of 
                rope_theta=25000.0, max_position_embeddings=16384),
         9.4,
     ),
+    "BLOOM 560M": (
+        {"model_type": "bloom", "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
+         "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "hidden_dropout": 0.0, "n_embed": 1024,
+         "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "masked_softmax_fusion": True, "n_inner": None,
+         "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100, "pretraining_tp": 1, "seq_length": 2048,
+         "skip_bias_add": True, "skip_bias_add_qkv": False, "slow_but_exact": False, "unk_token_id": 0,
+         "use_cache": True, "vocab_size": 250880},
+        0.559215,
+    ),
+    "MPT 7B": (
+        {"model_type": "mpt", "d_model": 4096, "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4,
+         "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": None,
+                         "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False,
+                         "qk_ln": False, "softmax_scale": None},
+         "init_config": {"name": "kaiming_normal_"}, "init_device": "cpu", "learned_pos_emb": True, "logit_scale": None,
+         "max_seq_len": 2048, "n_heads": 32, "n_layers": 32, "no_bias": True, "norm_type": "low_precision_layernorm",
+         "resid_pdrop": 0, "tokenizer_name": "EleutherAI/gpt-neox-20b", "verbose": 0, "vocab_size": 50432},
+        6.649,
+    ),
+    "Falcon RW 1B": (
+        FALCON | {"hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24, "alibi": True, "bias": True,
+                  "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False, "vocab_size": 50304},
+        1.3116,
+    ),
 }  # fmt: skip
 
 
@@ -156,6 +186,9 @@ def options_of(name: str) -> dict:
         ("gptj", {"activation_function": "gelu_new", "rotary_dim": 64, "tie_word_embeddings": False}),
         ("gpt_neo", {"activation_function": "gelu_new", "window_size": 256, "tie_word_embeddings": True}),
         ("persimmon", {"qk_layernorm": True, "hidden_act": "relu2"}),
+        ("bloom", {"apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True}),
+        ("mpt", {"tie_word_embeddings": True, "attn_config": {"alibi_bias_max": 8, "clip_qkv": None}}),
+        ("falcon_rw", {"num_ln_in_parallel_attn": None, "new_decoder_architecture": False}),
     ],
 )
 def test_what_a_classic_does_not_say_is_as_transformers_has_it(name, usual):
@@ -191,12 +224,30 @@ def test_a_base_of_dbrx_that_its_attention_says():
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "silu", "beta": 2}}}, "does not know.*: beta=2"),
         ("gptj", {"rotary_dim": None}, "has no 'rotary_dim'"),
         ("gptj", {"scale_attn_weights": False}, "scale_attn_weights=False, which is not supported"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "layernorm=True, which is not supported"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi=False, which is not supported; supported: True"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln=True, which is not supported"),
         ("gpt_neo", {"attention_types": [[["global"], 2]]}, "needs num_layers=3 of global, local together"),
     ],
 )
 def test_what_a_classic_may_say_that_is_refused(name, changes, message):
     with pytest.raises(ShardlmError, match=message):
         registry.transformer({**options_of(name), **changes})
+
+
+def test_keys_with_positions_are_not_kept_in_8_bits():
+    spec = MeshSpec()
+    with jax.set_mesh(mesh_of(spec)):
+        shape = registry.transformer(options_of("bloom"))
+        for held in ("fp8", "int8"):
+            model = ModelDef.make(shape, Execution(Rules.make("zero3", spec).for_decoding(), kv_cache=held))
+            with pytest.raises(ShardlmError, match=f"kv_cache_dtype={held}: keys of the model have their positions"):
+                cache_entries(model)
+
+
+def test_positions_that_a_config_does_not_say():
+    assert registry.longest(CLASSIC["Falcon 40B"][0]) == registry.longest(CLASSIC["BLOOM 560M"][0]) == 2048
+    assert registry.longest({"model_type": "bloom"}) == 2048 and registry.longest({}) == 0
 
 
 def test_experts_one_after_the_other_weigh_against_their_rivals():

@@ -53,7 +53,7 @@ LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
-# A head of queries and keys that all devices have, norms of each head, a head's bias, rows before the first position; linear biases.
+# A head of keys that all devices have, norms of each head, a bias of the head, rows before the first position, slopes.
 MESHED += [(name, TENSOR) for name in ("falcon", "cohere", "phi", "opt", "stablelm_parallel", "bloom")]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
