@@ -179,14 +179,23 @@ def _tensors(path: pathlib.Path) -> dict[str, Stored]:
         return _indexed(path)
     files = [path / ONE] if (path / ONE).exists() else sorted(path.glob("*.safetensors"))
     if not files:
-        others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
-        how = "transformers' AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) does"
         found = "the weights are those files: download them too, or name the folder that has them"
-        if others:
-            found = f"{', '.join(others)} would run code on loading: save them as safetensors ({how})"
+        if others := pickled(file.name for file in path.iterdir()):
+            found = in_place_of(others)
         raise ShardlmError(f"{path} holds no *.safetensors; {found}")
     _check_numbers(files)
     return _together((file, header(file)) for file in files)
+
+
+def pickled(names: Iterable[str]) -> list[str]:
+    """Of files' names those of PyTorch's own format."""
+    return sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+
+
+def in_place_of(names: Iterable[str]) -> str:
+    """What to do with such files."""
+    how = "transformers' AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) does"
+    return f"{', '.join(names)} would run code on loading: save them as safetensors ({how})"
 
 
 def _together(headers: Iterable[tuple[pathlib.Path, Mapping[str, Stored]]]) -> dict[str, Stored]:

@@ -9,7 +9,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.choose import models, tag, tagged
-from shardlm.hf_files import BESIDE, QUANTISATION
+from shardlm.hf_files import BESIDE, QUANTISATION, in_place_of, pickled
 
 _NAME = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?([\w-][\w.-]*/[\w.-]+?)(?::([\w./-]+))?/?")
 
@@ -35,11 +35,14 @@ def fetch(path: str, also: Sequence[str] = ()) -> pathlib.Path:
     folder = pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
     if any(folder.glob("*.safetensors")):
         return folder
-    found = models(_listed(hub, path, repository))
+    there = _listed(hub, path, repository)
+    found = models(there)
     if len(found) == 1:
         return _downloaded(hub, repository, found[0])
     if found:
         raise ShardlmError(f"{path} holds models for llama.cpp; say which one: {_tags(repository, found)}")
+    if others := pickled(there):
+        raise ShardlmError(f"{path} holds no *.safetensors; {in_place_of(others)}, with its tokenizer, and name that")
     return folder
 
 

@@ -220,8 +220,15 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
     """What there is room for of each token in a layer's place in the pages: {name: ((K, H), name of the K dimension)}.
     Of layers whose heads differ as many numbers as each goes into without rest (layers/page_layout.py, parts).
 
-    Raises ShardlmError for heads of different sizes in int8, which has a scale for each.
+    Raises ShardlmError for heads of different sizes in int8, which has a scale for each, and for keys with positions in
+    them in 8 bits.
     """
+    held = model.execution.kv_cache
+    if held in ("fp8", "int8") and any(getattr(a, "slopes", ()) for a in model.config.attentions()):
+        raise ShardlmError(
+            f"kv_cache_dtype={held}: keys of the model have their positions in them (linear biases), which 8 bits do "
+            "not hold; choose auto or bfloat16"
+        )
     kinds = list(dict.fromkeys(tuple(entries.items()) for a in _attentions(model) if (entries := a.cache_entries())))
     if len(kinds) < 2:
         return dict(kinds[0]) if kinds else {}

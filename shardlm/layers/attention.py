@@ -13,8 +13,9 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.block_indexer import BlockIndexer, BlockIndexerConfig
 from shardlm.layers.context import INDEX, KEPT, Context, Pages
 from shardlm.layers.fused import Late, late_norm, over, project_back, project_each, sums_each, taken
-from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.norm import HeadNorms, Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
+from shardlm.ops import alibi
 from shardlm.ops.norm import rms_norm
 from shardlm.ops.rope import QueryGrowth, Rope, grown, rope, sines
 from shardlm.ops.rotate_write import Unrotated
@@ -30,8 +31,9 @@ class AttentionConfig:
     window     how many positions a token sees, itself included; 0: all before it
     chunk      a token sees the positions of its own chunk of so many, into which a text is cut (Llama 4); 0: of all
     bias       of queries, keys and values; out_bias of the output
-    qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), or of
-               all heads together (OLMo 2, https://arxiv.org/abs/2501.00656)
+    qk_norm    of queries and keys before the rotation: of each head (Qwen 3, https://arxiv.org/abs/2505.09388), of each
+               with a scale of its own (Command R+), or of all heads together (OLMo 2,
+               https://arxiv.org/abs/2501.00656)
     norm_rotated  that norm comes after the rotation (Hunyuan)
     scale      of the scores; 0: head_dim ** -0.5
     softcap    scores are softcap * tanh(scores / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118); 0: as they are
@@ -47,6 +49,8 @@ class AttentionConfig:
     value_width  of each head's values, and so of its output, where it is less than head_dim; 0: head_dim. Pages keep
                them with zeros behind (MiMo-V2)
     value_scale  factor on values
+    slopes     of each head, by which scores grow with the key's position (ALiBi, ops/alibi.py): the last dimensions of
+               head_dim are those that it takes, and not projected; (): none. `with_slopes` makes such a one
     indexer    chooses the blocks of tokens that queries attend to (layers/block_indexer.py); None: they attend to all
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
                some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
@@ -60,7 +64,7 @@ class AttentionConfig:
     chunk: int = 0
     bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "head", "all"] = "none"
+    qk_norm: Literal["none", "head", "each", "all"] = "none"
     norm: NormConfig = NormConfig()
     norm_rotated: bool = False
     scale: float = 0.0
@@ -75,6 +79,7 @@ class AttentionConfig:
     keys_are_values: bool = False
     value_width: int = 0
     value_scale: float = 1.0
+    slopes: tuple[float, ...] = ()
     indexer: BlockIndexerConfig | None = None
     keeps: str = ""
     reads: str = ""
@@ -90,6 +95,25 @@ class AttentionConfig:
             raise ShardlmError(f"value_width={self.value_width} is more than head_dim={self.head_dim}, or below 0")
         if self.rope:
             self.rope.check(self.head_dim)
+        if self.slopes and (len(self.slopes) != N or not self.scale or self.rope or self.qk_norm != "none"):
+            raise ShardlmError(
+                f"{len(self.slopes)} slopes of linear biases with num_heads={N}, scale={self.scale}, rope={self.rope}, "
+                f"qk_norm={self.qk_norm!r}: it needs one a head, a scale above 0, no rope and no norms"
+            )
+
+    @classmethod
+    def with_slopes(
+        cls, num_heads: int, num_kv_heads: int, head_dim: int, slopes: tuple[float, ...], **fields
+    ) -> "AttentionConfig":
+        """With linear biases, of heads of so many numbers, which queries and keys have more than; `fields` are others,
+        scale among them."""
+        wide = head_dim + alibi.DIMS
+        return cls(num_heads, num_kv_heads, wide, None, value_width=head_dim, slopes=slopes, **fields)
+
+    @property
+    def projected_dim(self) -> int:
+        """Of a head's queries and keys, those that projections make."""
+        return self.head_dim - alibi.DIMS if self.slopes else self.head_dim
 
     @property
     def reach(self) -> int:
@@ -103,7 +127,7 @@ class AttentionConfig:
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
-        widths = {"q": self.num_heads * self.head_dim, "k": self.num_kv_heads * self.head_dim}
+        widths = {"q": self.num_heads * self.projected_dim, "k": self.num_kv_heads * self.projected_dim}
         widths["v"] = self.num_kv_heads * self.value_dim
         made = sum(widths[letter] for letter in self.made)
         chosen = self.indexer.parameters_per_token(embed_dim) if self.indexer else 0
@@ -137,7 +161,7 @@ class Attention(nnx.Module):
     takes_late = True  # the norm of x (fused.py)
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
-        D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.projected_dim
         self.config, V = config, config.value_dim
         widths = {"k": H, "v": V}
         self.kv_name = kv_heads_name(K, N, params.rules.mesh.size(*params.rules.use.axes("heads")))
@@ -154,7 +178,10 @@ class Attention(nnx.Module):
                 setattr(self, f"b{letter}", params(shape, (self.kv_name, "head_dim"), constant(0.0)))
         if config.out_bias:
             self.bo = params((D,), ("norm",), constant(0.0))
-        if config.qk_norm != "none":
+        if config.qk_norm == "each":
+            self.q_norm = HeadNorms(config.norm, N, H, "heads", params)
+            self.k_norm = HeadNorms(config.norm, K, H, self.kv_name, params)
+        elif config.qk_norm != "none":
             self.q_norm = Norm(config.norm, H if config.qk_norm == "head" else N * H, params)
             if not config.reads:
                 self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
@@ -222,6 +249,8 @@ class Attention(nnx.Module):
             v = rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), config.norm.eps)
         if config.value_scale != 1:
             v = v * config.value_scale
+        if config.slopes:
+            q, k = alibi.with_slopes(q, config.slopes, config.scale), alibi.with_positions(k, positions)
         return grown(q, positions, config.query_growth) if config.query_growth else q, k, v
 
     def projected(self, x: jax.Array | Late, execution: Execution) -> dict[str, jax.Array]:
@@ -248,7 +277,7 @@ class Attention(nnx.Module):
         if self.config.qk_norm == "none":
             return a
         norm, heads = getattr(self, f"{name}_norm"), "heads" if name == "q" else self.kv_name
-        if self.config.qk_norm == "head":
+        if self.config.qk_norm in ("head", "each"):
             return norm(a, execution)
         act = execution.rules.act
         flat, split = act.spec("batch", "whole_seq", heads), act.spec("batch", "whole_seq", heads, "head_dim")

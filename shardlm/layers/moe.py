@@ -282,6 +282,8 @@ def _local(
     if config.hashed:
         chosen = reads["chosen"].reshape(-1, k).astype(jnp.int32)
         mix = routing.weights_of(scores.reshape(-1, E), chosen, config.router)
+    elif config.router.scoring == "sparsemixer":
+        mix, chosen = routing.sparsely_mixed(logits.reshape(-1, E), k, config.router.jitter)
     else:
         mix, chosen = routing.route(scores.reshape(-1, E), routed.get("bias"), k, config.router)
     if config.apart:
@@ -348,7 +350,8 @@ def _losses(config: MoeConfig, logits, scores, picked, real, weights, act) -> di
     def over_row(a):
         return jax.lax.psum(a, along) if along else a
 
-    probabilities = scores if config.router.scoring == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
+    sums_to_1 = config.router.scoring in ("softmax", "sparsemixer")
+    probabilities = scores if sums_to_1 else scores / (scores.sum(-1, keepdims=True) + 1e-20)
     balance = routing.row_balance(jnp.where(real[..., None], probabilities, 0), picked, config.top_k, over_row)
     partition = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return {

@@ -24,6 +24,23 @@ class NormConfig:
     scaled: bool = True
 
 
+class HeadNorms(nnx.Module):
+    """x [..., N, H] -> the same shape: the norm of each head, with a scale of its own; weight "scale" (N, H), of which
+    the first dimension is named `heads`."""
+
+    def __init__(self, config: NormConfig, num_heads: int, head_dim: int, heads: str, params: Params):
+        self.config = config
+        self.scale = params((num_heads, head_dim), (heads, "norm"), constant(1.0))
+
+    def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
+        ones, x32 = jnp.ones(x.shape[-1:], jnp.float32), x.astype(jnp.float32)
+        if self.config.kind == "layer":
+            normed = layer_norm(x32, ones, jnp.zeros_like(ones), self.config.eps)
+        else:
+            normed = rms_norm(x32, ones, self.config.eps)
+        return (normed * in_use(self.scale, execution).astype(jnp.float32)).astype(x.dtype)
+
+
 class Norm(nnx.Module):
     """x [..., D] -> the same shape; weights "scale" (D,), unless it has none, and, for a layer norm, "bias" (D,)."""
 

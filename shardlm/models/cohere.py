@@ -1,7 +1,7 @@
-"""Command R7B, Command A and Aya (https://arxiv.org/abs/2504.00698): attention and feed-forward side by side after one
-layer norm without a bias, sliding windows rotated in adjacent pairs between layers that see everything and are not
-rotated, a factor on the logits. Its mixture: a few dense layers, then experts and shared ones, of which the mean is
-taken."""
+"""Command R, R+ and Aya (https://arxiv.org/abs/2405.15032): attention and feed-forward side by side after one layer
+norm without a bias, a rotation in adjacent pairs, a factor on the logits; R+ has norms of each head of queries and
+keys. Command R7B and A (https://arxiv.org/abs/2504.00698): sliding windows between layers that see everything and are
+not rotated. Its mixture: a few dense layers, then experts and shared ones, of which the mean is taken."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.models import deepseek, hf_decoder
 from shardlm.models.hf_options import Options
-from shardlm.models.naming import Names, in_pairs
+from shardlm.models.naming import LAYER, Names, Tensor, in_pairs
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cross_entropy import LogitsConfig
 from shardlm.ops.routing import Router
@@ -28,7 +28,9 @@ FIXED = {
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
-    """`model_type` cohere2 and cohere2_moe."""
+    """`model_type` cohere, cohere2 and cohere2_moe."""
+    if options("model_type") == "cohere":
+        return _first(options, length)
     for name, known in FIXED.items():
         options.only(name, *known)
     options("use_embedding_sharing", None), options("use_parallel_embedding", None)  # of their own code
@@ -54,6 +56,17 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     if mixed and options("rms_norm_eps", None):
         norm = hf_decoder.rms(options)
     return hf_decoder.decoder(options, block, norm, True, logits=LogitsConfig(scale=options("logit_scale", 0.0625)))
+
+
+def _first(options: Options, length: int) -> TransformerConfig:
+    options.where_absent(rope_theta=500_000.0)
+    options("model_max_length", None)  # registry.longest
+    norm = NormConfig("layer", options("layer_norm_eps", 1e-5), bias=False)
+    qk_norm = "each" if options("use_qk_norm", False) else "none"
+    attention = hf_decoder.attention(options, length, qk_norm=qk_norm, norm=norm)
+    block = BlockConfig(attention, hf_decoder.mlp(options), parallel=True)
+    logits = LogitsConfig(scale=options("logit_scale", 0.0625))
+    return hf_decoder.decoder(options, lambda layer: block, norm, True, logits=logits)
 
 
 def _dense_layers(options: Options) -> int:
@@ -92,4 +105,8 @@ def _experts(options: Options) -> MoeConfig:
 
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = deepseek.names(config, block)
-    return found | (in_pairs(found, block.attention.head_dim) if block.attention.rope else {})
+    H = block.attention.head_dim
+    for letter in "qk":  # of heads that are in pairs as well
+        name = f"{LAYER}self_attn.{letter}_norm.weight"
+        found[f"attention.{letter}_norm.scale"] = Tensor(name, "N H -> N H", pairs=("H", 0, H))
+    return found | (in_pairs(found, H) if block.attention.rope else {})

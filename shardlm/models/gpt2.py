@@ -13,6 +13,11 @@ from shardlm.models.transformer_config import TransformerConfig
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` gpt2."""
+    return decoder(options, kv_heads=options("n_head"))
+
+
+def decoder(options: Options, kv_heads: int) -> TransformerConfig:
+    """By GPT-2's option names."""
     options.only("scale_attn_weights", True)
     options.only("scale_attn_by_inverse_layer_idx", False)
     options.only("add_cross_attention", False)
@@ -20,7 +25,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     D, N = options("n_embd"), options("n_head")
     norm = NormConfig("layer", options("layer_norm_epsilon", 1e-5))
     hidden = MlpConfig(options("n_inner", 0) or 4 * D, options.activation("activation_function"), False, True)
-    block = BlockConfig(AttentionConfig(N, N, D // N, rope=None, bias=True, out_bias=True), hidden)
+    block = BlockConfig(AttentionConfig(N, kv_heads, D // N, rope=None, bias=True, out_bias=True), hidden)
     return TransformerConfig(
         vocab_size=options("vocab_size"),
         embed_dim=D,

@@ -224,6 +224,26 @@ def linear(path: str, name: str, kind: str) -> dict[str, Tensor]:
     return {path: Tensor(f"{name}.weight", layout), of_bias: Tensor(f"{name}.bias", bias)}
 
 
+def layer_norms(**norms: str) -> dict[str, Tensor]:
+    """Scales and biases, by our name of a norm, two underscores for its dot; theirs without its end."""
+    ours = {name.replace("__", "."): theirs for name, theirs in norms.items()}
+    found = {f"{name}.scale": Tensor(f"{theirs}.weight") for name, theirs in ours.items()}
+    return found | {f"{name}.bias": Tensor(f"{theirs}.bias") for name, theirs in ours.items()}
+
+
+def fused_by_head(name: str, head_dim: int, group: int) -> dict[str, Tensor]:
+    """Queries, keys and values made by one projection, whose heads of keys have all that belongs to each side by side:
+    its `group` of queries, then itself and its values."""
+    found, first, total = {}, 0, (group + 2) * head_dim
+    for letter, size in (("q", group * head_dim), ("k", head_dim), ("v", head_dim)):
+        own = {"inner": ("X", first, total)}
+        of_weight, of_bias = ((1, group), (0, group)) if letter == "q" else (None, None)
+        found[f"attention.w{letter}"] = Tensor(f"{name}.weight", "(K X) D -> D K X", group=of_weight, **own)
+        found[f"attention.b{letter}"] = Tensor(f"{name}.bias", "(K X) -> K X", group=of_bias, **own)
+        first += size
+    return found
+
+
 def standard(**changes: str) -> dict[str, Tensor]:
     """The names of Llama's checkpoints, which most families share. `changes` are other names of norms."""
     norms = {

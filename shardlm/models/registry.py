@@ -13,7 +13,7 @@ from shardlm.layers.block import BlockConfig
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Modules, Names
 from shardlm.models.text_parts import SEEING, text_config
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 
 FAMILIES = {
     "llama": "llama",
@@ -50,7 +50,9 @@ FAMILIES = {
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
+    "phi": "phi2",
     "phi3": "phi",
+    "phimoe": "phimoe",
     "olmo": "olmo",
     "olmo2": "olmo",
     "olmo3": "olmo",
@@ -74,6 +76,7 @@ FAMILIES = {
     "seed_oss": "seed",
     "exaone4": "exaone",
     "starcoder2": "starcoder",
+    "cohere": "cohere",
     "cohere2": "cohere",
     "cohere2_moe": "cohere",
     "ernie4_5": "ernie",
@@ -98,7 +101,18 @@ FAMILIES = {
     "step3p5": "step",
     "nanochat": "nanochat",
     "gpt2": "gpt2",
+    "gpt_bigcode": "gpt_bigcode",
+    "gpt_neo": "gpt_neo",
     "gpt_neox": "gpt_neox",
+    "gptj": "gptj",
+    "opt": "opt",
+    "stablelm": "stablelm",
+    "falcon": "falcon",
+    "bloom": "bloom",
+    "mpt": "mpt",
+    "persimmon": "persimmon",
+    "dbrx": "dbrx",
+    "minicpm3": "minicpm",
     "jais2": "jais2",
     "gpt_oss": "gpt_oss",
     "kimi_linear": "kimi_linear",
@@ -131,10 +145,12 @@ def names(config: Mapping[str, Any], shape: TransformerConfig, block: BlockConfi
 
 
 def longest(config: Mapping[str, Any]) -> int:
-    """Positions that a model is said to be made for, by the names that families have for them; 0: not said."""
+    """Positions that a model is said to be made for, by the names that families have for them, or that all of a family
+    are; 0: not said."""
     text = text_config(config)
-    names = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len")
-    return next(filter(None, (text.get(name) for name in names)), 0)
+    names = ("max_position_embeddings", "n_positions", "model_max_length", "max_seq_len", "seq_length")
+    said = next(filter(None, (text.get(name) for name in names)), 0)
+    return said or (getattr(_family(text["model_type"]), "LONGEST", 0) if text.get("model_type") in FAMILIES else 0)
 
 
 def unused(config: Mapping[str, Any]) -> re.Pattern | None:

@@ -7,6 +7,7 @@ from typing import Any
 Config = Mapping[str, Any]
 # model_type of all -> that of the text, as which it is read; "": what text_config says.
 SEEING = {
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
@@ -26,6 +27,7 @@ SEEING = {
 }
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",

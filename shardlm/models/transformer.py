@@ -25,11 +25,11 @@ from shardlm.ops.cross_entropy import shaped
 
 
 class Transformer(nnx.Module):
-    """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V);
-    with learned positions "positions" (P, D); norms "final_norm" and, where there is one, "embed_norm"; "mtp" where
-    there are modules that predict further tokens, "layer_inputs" where layers have any, "head_streams", "head_gates"
-    or "altup_ends" where there are several streams, "ngram_tables" of the layers that have n-grams, and
-    "faster" where frequencies are learned."""
+    """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V),
+    with a bias "head_bias" (V,); with learned positions "positions" (P, D), of which the first are not used where texts
+    begin later; norms "final_norm" and, where there is one, "embed_norm"; "mtp" where there are modules that predict
+    further tokens, "layer_inputs" where layers have any, "head_streams", "head_gates" or "altup_ends" where there are
+    several streams, "ngram_tables" of the layers that have n-grams, and "faster" where frequencies are learned."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs | None):
         V, D = config.vocab_size, config.embed_dim
@@ -39,7 +39,8 @@ class Transformer(nnx.Module):
         # Unit-variance logits at the start need D**-0.5 in the head; a tied embedding is that head.
         self.embedding = params((V, D), ("vocab", "embed"), normal(D**-0.5))
         if config.max_positions:
-            self.positions = params((config.max_positions, D), ("layers", "embed"), normal(D**-0.5))
+            rows = config.first_position + config.max_positions
+            self.positions = params((rows, D), ("layers", "embed"), normal(D**-0.5))
         # Each residual branch is scaled so that the stream's variance does not grow with depth (GPT-2, section 2.3).
         out_scale = (2 * config.num_layers) ** -0.5
         longest = config.pipelined_segment()
@@ -67,6 +68,8 @@ class Transformer(nnx.Module):
             self.embed_norm = Norm(config.embed_norm, D, params)
         if not config.tie_embeddings:
             params.weight(self, "head", (D, V), ("embed", "vocab"), normal(D**-0.5), into=1)
+        if config.head_bias:
+            self.head_bias = params((V,), ("vocab",), constant(0.0))
         if config.mtp:
             self.mtp = Mtp(config.mtp, D, out_scale, config.norm, params)
         if config.inputs:
@@ -113,7 +116,8 @@ class Transformer(nnx.Module):
         if self.config.embed_scale != 1:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)  # rounded as Gemma's own code does
         if self.config.max_positions:
-            x = x + in_use(self.positions, self.execution).at[positions].get(out_sharding=looked_up)
+            rows = positions + self.config.first_position
+            x = x + in_use(self.positions, self.execution).at[rows].get(out_sharding=looked_up)
         x = jax.reshard(x, act.spec("batch", "seq", "embed"))
         x = self.embed_norm(x, self.execution) if self.config.embed_norm else x
         if isinstance(self.config.streams, AltUpConfig):
@@ -196,4 +200,11 @@ class Transformer(nnx.Module):
         weight = in_use(self.head_param(), self.execution)
         einsum = cpu_einsum if made_first else jnp.einsum
         logits = einsum(letters, hidden, weight, preferred_element_type=jnp.float32)
+        if self.config.head_bias:
+            logits = logits + self.bias_of_head()
         return shaped(logits, self.config.logits)
+
+    def bias_of_head(self) -> jax.Array | None:
+        """float32 [V], split as logits are; None where it has none."""
+        rules = self.execution.rules
+        return rules.gather(self.head_bias[...].astype(jnp.float32), "vocab") if self.config.head_bias else None

@@ -32,6 +32,8 @@ class TransformerConfig:
     embed_norm     the embedding has a norm without a scale before the first layer (nanochat)
     logits         what becomes of the output head's products
     max_positions  learned positions that are added to the embedding (GPT-2); 0: none
+    first_position  row of their table that a text's first token has (OPT: 2)
+    head_bias      the output head has a bias (Phi 2)
     mtp            modules that predict further tokens (layers/mtp.py)
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
     streams        there are several streams, mixed around every layer (layers/hyper_connections.py, gated_streams.py)
@@ -50,6 +52,8 @@ class TransformerConfig:
     embed_norm: NormConfig | None = None
     logits: LogitsConfig = LogitsConfig()
     max_positions: int = 0
+    first_position: int = 0
+    head_bias: bool = False
     mtp: MtpConfig | None = None
     inputs: LayerInputsConfig | None = None
     streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None

@@ -21,8 +21,8 @@ CHUNK_BYTES = 512 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class LogitsConfig:
-    """What becomes of the head's products: times `scale` (Granite), then softcap * tanh(x / softcap) (Gemma 2,
-    https://arxiv.org/abs/2408.00118); softcap 0: nothing."""
+    """What becomes of the head's products, with its bias: times `scale` (Granite), then softcap * tanh(x / softcap)
+    (Gemma 2, https://arxiv.org/abs/2408.00118); softcap 0: nothing."""
 
     scale: float = 1.0
     softcap: float = 0.0
@@ -40,13 +40,18 @@ def slope(logits: jax.Array, config: LogitsConfig) -> jax.Array | float:
 
 
 def reference(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, config: LogitsConfig = LogitsConfig()
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    config: LogitsConfig = LogitsConfig(),
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood and log-partition of each token, all logits at once, in float32.
 
-    hidden [B, T, D], head [D, V], targets int32 [B, T]; returns nll and lse, both float32 [B, T].
+    hidden [B, T, D], head [D, V], targets int32 [B, T], bias [V]; returns nll and lse, both float32 [B, T].
     """
-    logits = shaped(jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32), config)
+    products = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
+    logits = shaped(products if bias is None else products + bias, config)
     lse = jax.nn.logsumexp(logits, axis=-1)
     return lse - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], lse
 
@@ -83,94 +88,101 @@ def cross_entropy(
     layout: HeadLayout,
     z_loss: float = 0.0,
     chunk_bytes: int = CHUNK_BYTES,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Weighted sum over tokens of nll + z_loss * lse**2 (z-loss: https://arxiv.org/abs/2204.02311, section 5).
 
     hidden [B, T, D] as it leaves the last block; head at rest, in its master dtype: it is cast to hidden's dtype
     here and its gradient comes back in the master dtype; targets int32 [B, T]; weights float32 [B, T], 0 for tokens
-    that do not count. Whatever scales the loss (1/tokens, a loss scale) belongs in `weights`, since logits'
-    gradients are rounded to hidden's dtype.
+    that do not count; bias float32 [V], split as logits are. Whatever scales the loss (1/tokens, a loss scale) belongs
+    in `weights`, since logits' gradients are rounded to hidden's dtype.
 
-    Returns the sum (differentiable in hidden and head) and, not differentiable, {"nll": sum of weights * nll,
+    Returns the sum (differentiable in hidden, head and bias) and, not differentiable, {"nll": sum of weights * nll,
     "z_loss": the z term}.
     """
-    total, nll, z = _loss(hidden, head, targets, weights, layout, z_loss, chunk_bytes)
+    total, nll, z = _loss(hidden, head, bias, targets, weights, layout, z_loss, chunk_bytes)
     return total, {"nll": jax.lax.stop_gradient(nll), "z_loss": jax.lax.stop_gradient(z)}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _loss(hidden, head, targets, weights, layout, z_loss, chunk_bytes):
-    return _run(hidden, head, targets, weights, layout, z_loss, chunk_bytes, with_grads=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _loss(hidden, head, bias, targets, weights, layout, z_loss, chunk_bytes):
+    return _run(hidden, head, bias, targets, weights, layout, z_loss, chunk_bytes, with_grads=False)[0]
 
 
-def _forward(hidden, head, targets, weights, layout, z_loss, chunk_bytes):
-    return _run(hidden, head, targets, weights, layout, z_loss, chunk_bytes, with_grads=True)
+def _forward(hidden, head, bias, targets, weights, layout, z_loss, chunk_bytes):
+    return _run(hidden, head, bias, targets, weights, layout, z_loss, chunk_bytes, with_grads=True)
 
 
 def _backward(layout, z_loss, chunk_bytes, grads, cotangents):
-    d_hidden, d_head = grads
     scale = cotangents[0]
-    return (d_hidden * scale.astype(d_hidden.dtype), d_head * scale.astype(d_head.dtype), None, None)
+    return (*jax.tree.map(lambda d: d * scale.astype(d.dtype), grads), None, None)
 
 
 _loss.defvjp(_forward, _backward)
 
 
 def token_nll(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, *, layout: HeadLayout, chunk_bytes: int = CHUNK_BYTES
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    layout: HeadLayout,
+    chunk_bytes: int = CHUNK_BYTES,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Negative log-likelihood of each token, float32 [B, T], for losses that are no weighted sum of it: four matmuls
-    with the head for `cross_entropy`'s three. Arguments are `cross_entropy`'s; differentiable in hidden and head."""
-    return _nll(hidden, head, targets, layout, chunk_bytes)
+    with the head for `cross_entropy`'s three. Arguments are `cross_entropy`'s; differentiable in hidden, head, bias."""
+    return _nll(hidden, head, bias, targets, layout, chunk_bytes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _nll(hidden, head, targets, layout: HeadLayout, chunk_bytes):
-    tokens, stream = layout.rules.act.spec("batch", "whole_seq"), layout.rules.act.spec("batch", "seq", "embed")
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _nll(hidden, head, bias, targets, layout: HeadLayout, chunk_bytes):
+    tokens = layout.rules.act.spec("batch", "whole_seq")
     local = functools.partial(_local_nll, layout=layout, chunk_bytes=chunk_bytes)
-    rest = layout.rules.rest.spec(*layout.names)
-    return shard_map(local, in_specs=(stream, rest, tokens), out_specs=tokens)(hidden, head, targets)
+    return shard_map(local, in_specs=(*_specs(layout), tokens), out_specs=tokens)(hidden, head, bias, targets)
 
 
-def _nll_forward(hidden, head, targets, layout, chunk_bytes):
-    return _nll(hidden, head, targets, layout, chunk_bytes), (hidden, head, targets)
+def _nll_forward(hidden, head, bias, targets, layout, chunk_bytes):
+    return _nll(hidden, head, bias, targets, layout, chunk_bytes), (hidden, head, bias, targets)
 
 
 def _nll_backward(layout, chunk_bytes, kept, cotangent):
     """A token's cotangent is its weight in the sum that `cross_entropy` differentiates."""
-    _, (d_hidden, d_head) = _run(*kept, cotangent, layout, 0.0, chunk_bytes, with_grads=True)
-    return d_hidden, d_head, None
+    return (*_run(*kept, cotangent, layout, 0.0, chunk_bytes, with_grads=True)[1], None)
 
 
 _nll.defvjp(_nll_forward, _nll_backward)
 
 
-def _run(hidden, head, targets, weights, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
+def _specs(layout: HeadLayout) -> tuple[jax.sharding.PartitionSpec, ...]:
+    """Of hidden, head and bias."""
+    act = layout.rules.act
+    return act.spec("batch", "seq", "embed"), layout.rules.rest.spec(*layout.names), act.spec("vocab")
+
+
+def _run(hidden, head, bias, targets, weights, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
     """Runs the chunks on every device's own tokens and vocabulary shard; ((total, nll, z), gradients or None)."""
-    rules = layout.rules
-    tokens = rules.act.spec("batch", "whole_seq")
-    stream = rules.act.spec("batch", "seq", "embed")
-    rest = rules.rest.spec(*layout.names)
+    tokens = layout.rules.act.spec("batch", "whole_seq")
     scalars = (jax.sharding.PartitionSpec(),) * 3
     local = functools.partial(_local, layout=layout, z_loss=z_loss, chunk_bytes=chunk_bytes, with_grads=with_grads)
     return shard_map(
         local,
-        in_specs=(stream, rest, tokens, tokens),
-        out_specs=(scalars, (stream, rest) if with_grads else None),
-    )(hidden, head, targets, weights)
+        in_specs=(*_specs(layout), tokens, tokens),
+        out_specs=(scalars, _specs(layout) if with_grads else None),
+    )(hidden, head, bias, targets, weights)
 
 
-def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
+def _local(hidden, head, bias, targets, weights, *, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
     """One device: gathers its head shard and sequence, loops over chunks, and sends the gradients back home."""
     act = layout.rules.act
     vocab_axes, token_axes = act.axes("vocab"), act.axes("batch") + act.axes("whole_seq")
     x, seq_axes = _whole_sequence(hidden, layout)
-    own = OwnVocab.of(head.astype(hidden.dtype), layout)
+    own = OwnVocab.of(head.astype(hidden.dtype), bias, layout)
     w = own.w
     chunk = functools.partial(_chunk, own=own, z_loss=z_loss, with_grads=with_grads)
     inputs = _chunks((x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)), w.shape[1], chunk_bytes)
-    start = (jnp.zeros(2, jnp.float32), jnp.zeros(w.shape, jnp.float32) if with_grads else None)
-    (sums, d_w), d_flat = jax.lax.scan(chunk, start, inputs)
+    zeros = {"w": jnp.zeros(w.shape, jnp.float32)} | ({} if bias is None else {"bias": jnp.zeros_like(bias)})
+    (sums, d_own), d_flat = jax.lax.scan(chunk, (jnp.zeros(2, jnp.float32), zeros if with_grads else None), inputs)
     nll, z = jax.lax.psum(sums, token_axes) if token_axes else sums
     totals = (nll + z, nll, z)
     if not with_grads:
@@ -180,13 +192,15 @@ def _local(hidden, head, targets, weights, *, layout: HeadLayout, z_loss, chunk_
         d_x = jax.lax.psum_scatter(d_x, seq_axes, scatter_dimension=1, tiled=True)
     elif vocab_axes:
         d_x = jax.lax.psum(d_x, vocab_axes)
-    return totals, (d_x, _send_home(d_w.T if layout.vocab_dim == 0 else d_w, layout, token_axes).astype(head.dtype))
+    d_head = _send_home(d_own["w"].T if layout.vocab_dim == 0 else d_own["w"], layout, token_axes).astype(head.dtype)
+    d_bias = d_own.get("bias")
+    return totals, (d_x, d_head, jax.lax.psum(d_bias, token_axes) if bias is not None and token_axes else d_bias)
 
 
-def _local_nll(hidden, head, targets, *, layout: HeadLayout, chunk_bytes):
+def _local_nll(hidden, head, bias, targets, *, layout: HeadLayout, chunk_bytes):
     """One device's tokens; where the vocabulary is split, each of its devices gets the same sums."""
     x, _ = _whole_sequence(hidden, layout)
-    own = OwnVocab.of(head.astype(hidden.dtype), layout)
+    own = OwnVocab.of(head.astype(hidden.dtype), bias, layout)
 
     def chunk(_, inputs):
         found = own.softmax(*inputs)
@@ -226,25 +240,27 @@ class Softmax(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OwnVocab:
-    """This device's part w [D, v] of the head, whose first token is `first`."""
+    """This device's part w [D, v] of the head, and of its bias, if any, [v]; its first token is `first`."""
 
     w: jax.Array
+    bias: jax.Array | None
     first: jax.Array | int
     axes: tuple[str, ...]
     config: LogitsConfig
 
     @classmethod
-    def of(cls, w: jax.Array, layout: HeadLayout) -> "OwnVocab":
-        """Of the head as it rests, which is gathered here."""
+    def of(cls, w: jax.Array, bias: jax.Array | None, layout: HeadLayout) -> "OwnVocab":
+        """Of the head as it rests, which is gathered here, and this device's part of the bias."""
         axes = layout.rules.act.axes("vocab")
         for dim, over in layout.gathered():
             w = jax.lax.all_gather(w, over, axis=dim, tiled=True)
         w = w.T if layout.vocab_dim == 0 else w
-        return cls(w, jax.lax.axis_index(axes) * w.shape[1] if axes else 0, axes, layout.logits)
+        return cls(w, bias, jax.lax.axis_index(axes) * w.shape[1] if axes else 0, axes, layout.logits)
 
     def softmax(self, x: jax.Array, target: jax.Array) -> Softmax:
         """x [n, D], target int32 [n]."""
-        logits = shaped(jnp.einsum("nd,dv->nv", x, self.w, preferred_element_type=jnp.float32), self.config)
+        products = jnp.einsum("nd,dv->nv", x, self.w, preferred_element_type=jnp.float32)
+        logits = shaped(products if self.bias is None else products + self.bias, self.config)
         largest = logits.max(axis=-1)
         largest = jax.lax.pmax(largest, self.axes) if self.axes else largest
         exp = jnp.exp(logits - largest[:, None])
@@ -257,7 +273,7 @@ class OwnVocab:
 
 def _chunk(carry, inputs, *, own: OwnVocab, z_loss, with_grads):
     """Loss and gradients of n tokens against this device's vocabulary shard. x [n, D]."""
-    sums, d_w = carry
+    sums, d_own = carry
     x, target, weight = inputs
     found = own.softmax(x, target)
     nll, lse = found.lse - found.at_target, found.lse
@@ -266,9 +282,11 @@ def _chunk(carry, inputs, *, own: OwnVocab, z_loss, with_grads):
         return (sums, None), None
     softmax_scale = weight * (1 + 2 * z_loss * lse) / found.partition
     d_logits = found.exp * softmax_scale[:, None] - jnp.where(found.hit, weight[:, None], 0)
-    d_products = (d_logits * slope(found.logits, own.config)).astype(x.dtype)
-    d_w = d_w + jnp.einsum("nd,nv->dv", x, d_products, preferred_element_type=jnp.float32)
-    return (sums, d_w), jnp.einsum("nv,dv->nd", d_products, own.w)
+    d_products = d_logits * slope(found.logits, own.config)
+    d_bias = {} if own.bias is None else {"bias": d_own["bias"] + d_products.sum(axis=0)}
+    d_products = d_products.astype(x.dtype)
+    d_w = d_own["w"] + jnp.einsum("nd,nv->dv", x, d_products, preferred_element_type=jnp.float32)
+    return (sums, {"w": d_w} | d_bias), jnp.einsum("nv,dv->nd", d_products, own.w)
 
 
 def _chunks(arrays, vocab: int, chunk_bytes: int):

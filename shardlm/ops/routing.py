@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
 
-Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +18,14 @@ class Router:
 
     scoring         of the router's logits: softmax over all experts (https://arxiv.org/abs/2401.04088, section 2.1) or
                     sigmoid of each (DeepSeek-V3, https://arxiv.org/abs/2412.19437, eq. 15), or the square root of its
-                    softplus (DeepSeek V4)
+                    softplus (DeepSeek V4); sparsemixer chooses as `sparsely_mixed` says (Phi-3.5 MoE)
     normalize       the weights of the chosen experts sum to 1; softmax over the chosen logits is the same thing
     groups          experts are chosen from the best `top_groups` of this many groups (DeepSeek-V2,
                     https://arxiv.org/abs/2405.04434, section 2.2.2); a group's score is its best expert's, or, with
                     sigmoid, the sum of its best two
     scale           factor on all weights
     eps             beside the sum of the chosen ones, which they are divided by
+    jitter          of sparsemixer, by which rivals are told
     """
 
     scoring: Scoring = "softmax"
@@ -33,6 +34,7 @@ class Router:
     top_groups: int = 1
     scale: float = 1.0
     eps: float = 1e-20
+    jitter: float = 0.0
 
 
 def check_router(router: Router, num_experts: int, top_k: int) -> None:
@@ -58,7 +60,7 @@ def scores(logits: jax.Array, router: Router) -> jax.Array:
     """float32 [..., E] -> the same shape, each at least 0."""
     if router.scoring == "sqrtsoftplus":
         return jnp.sqrt(jax.nn.softplus(logits))
-    return jax.nn.softmax(logits, axis=-1) if router.scoring == "softmax" else jax.nn.sigmoid(logits)
+    return jax.nn.sigmoid(logits) if router.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
 
 def route(scores: jax.Array, bias: jax.Array | None, top_k: int, router: Router) -> tuple[jax.Array, jax.Array]:
@@ -69,6 +71,24 @@ def route(scores: jax.Array, bias: jax.Array | None, top_k: int, router: Router)
         preference = jnp.where(_in_best_groups(preference, router), preference, -jnp.inf)
     experts = jax.lax.top_k(preference, top_k)[1]
     return weights_of(scores, experts, router), experts
+
+
+def sparsely_mixed(logits: jax.Array, top_k: int, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """logits float32 [n, E] -> (weights float32 [n, k], experts int32 [n, k]): one expert after the other, the best of
+    those that are left. Its weight is the softmax over its rivals, whose logits are less by at most 2 * jitter of the
+    larger magnitude of the two (https://arxiv.org/abs/2409.12136, as transformers' Phi-3.5 MoE evaluates; it trains
+    with experts that are drawn, here the same are taken)."""
+    weights, experts, left = [], [], logits
+    for _ in range(top_k):
+        best = jnp.max(jax.lax.stop_gradient(left), axis=-1, keepdims=True)
+        behind = (best - logits) / jnp.maximum(jnp.abs(logits), best)
+        rivals = jnp.where(jax.lax.stop_gradient(behind) > 2 * jitter, -jnp.inf, left)
+        chosen = jnp.argmax(left, axis=-1)
+        hit = jax.nn.one_hot(chosen, logits.shape[-1], dtype=logits.dtype)
+        weights.append(jnp.sum(hit * jax.nn.softmax(rivals, axis=-1), axis=-1))
+        experts.append(chosen.astype(jnp.int32))
+        left = jnp.where(hit > 0, -jnp.inf, left)
+    return jnp.stack(weights, axis=-1), jnp.stack(experts, axis=-1)
 
 
 def weights_of(scores: jax.Array, experts: jax.Array, router: Router) -> jax.Array:

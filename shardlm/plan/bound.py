@@ -6,7 +6,7 @@ import functools
 import math
 
 from shardlm.layers.pipeline import Schedule
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.plan.plan import Plan
 from shardlm.train.config import RunConfig
 

@@ -10,7 +10,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.stack import segments_of
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.rope import Rope
 from shardlm.plan.published import Model, Point
 

@@ -23,7 +23,7 @@ from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.rules import BATCH_AXES, Rules, Table
 from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.plan import systems, systems_experts, systems_passes, systems_stages
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import adapters, frozen, operations

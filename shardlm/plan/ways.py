@@ -10,7 +10,7 @@ from typing import Any
 
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.ulysses import fits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster

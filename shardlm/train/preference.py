@@ -88,7 +88,8 @@ def token_nll_of(model: ModelDef, params: Any, batch: Batch, weights: jax.Array)
     lm = model.model(params)
     ctx = Packed.make(batch["segment_ids"], weights, model.execution)
     hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
-    return token_nll(hidden, lm.head_param()[...], batch["targets"], layout=head_layout(lm)), aux
+    own = {"layout": head_layout(lm), "bias": lm.bias_of_head()}
+    return token_nll(hidden, lm.head_param()[...], batch["targets"], **own), aux
 
 
 def _begins(batch: Batch) -> jax.Array:

@@ -161,7 +161,8 @@ def loads(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def token_losses(lm: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float):
     """hidden [B, T, D] and targets int32 [B, T] -> what `cross_entropy` returns for the model's output head."""
-    return cross_entropy(hidden, lm.head_param()[...], targets, weights, layout=head_layout(lm), z_loss=z_loss)
+    own = {"layout": head_layout(lm), "z_loss": z_loss, "bias": lm.bias_of_head()}
+    return cross_entropy(hidden, lm.head_param()[...], targets, weights, **own)
 
 
 def head_layout(lm: Transformer) -> HeadLayout:

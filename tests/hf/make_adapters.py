@@ -27,6 +27,8 @@ CASES = {
     "qwen3_next": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:3], "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     "lfm2": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:3], "in_proj", "out_proj", "w1", "w2", "w3"]},
     "nemotron_h": {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:4], "in_proj"]},  # PEFT has no others
+    # Its queries, keys and values are in groups in one projection.
+    "falcon_new": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_h_to_4h"]},
     "deepseek_v2": {
         "r": 4,
         "lora_alpha": 8,

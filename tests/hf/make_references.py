@@ -15,6 +15,7 @@ import tempfile
 
 import torch
 import transformers
+from classic_cases import ALONE, CLASSIC
 from newest_cases import NEWEST
 from reference_cases import CASES, EXPERTS, GPT2
 from reference_parts import SIZES
@@ -27,14 +28,16 @@ UNTRAINED = re.compile(
 )
 FIXED = ("rotary", "pos_emb", "attn.bias", "mup_vector")  # buffers that options make
 ROWS, LENGTH, NEW = 2, 24, 32
+EVERY = CASES | NEWEST | CLASSIC
 
 
 def make(name: str, folder: pathlib.Path) -> None:
-    model_type, options = (CASES | NEWEST)[name]
+    model_type, options = EVERY[name]
     torch.manual_seed(sum(map(ord, name)) + int(os.environ.get("SHARDLM_REFERENCE_SEED", "0")))
-    sizes = GPT2 if model_type == "gpt2" else SIZES
+    sizes = {"gpt2": GPT2, **{kind: {} for kind in ALONE}}.get(model_type, SIZES)
     config = transformers.CONFIG_MAPPING[model_type](**{**sizes, **options})
-    config._attn_implementation = "eager"
+    # Eagerly, transformers adds Falcon's linear biases twice.
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     if model_type == "mistral4":  # which the Auto classes leave to what also sees
         model = transformers.Mistral4ForCausalLM(config)
     elif model_type in ("mistral_large4", "step3p7"):  # of which transformers has no other
@@ -196,6 +199,6 @@ def gradients(model) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     out = pathlib.Path(sys.argv[1])
-    for name in sys.argv[2:] or CASES | NEWEST:
+    for name in sys.argv[2:] or EVERY:
         make(name, out / name)
         print(name)

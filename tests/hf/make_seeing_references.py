@@ -38,6 +38,11 @@ GROWING = {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}, "model_type
 OWN_INPUTS = {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 # name -> (options of the text, of what sees, of both)
 CASES = {
+    "exaone4_5": (
+        {**TEXT, "model_type": "exaone4", "sliding_window": 6, "sliding_window_pattern": 2},
+        {**QWEN, "num_key_value_heads": 2, "fullatt_block_indexes": [0]},
+        {"tie_word_embeddings": False},
+    ),
     "gemma3": ({**TEXT, "sliding_window": 6}, {**TOWER, "vision_use_head": False}, {"mm_tokens_per_image": 1}),
     "gemma4": (
         {**TEXT, **OWN_INPUTS},

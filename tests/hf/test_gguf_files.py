@@ -270,6 +270,15 @@ def test_the_only_model_of_a_repository_needs_no_name(hub):
     assert pathlib.Path(file).name == "m-Q4_0.gguf"
 
 
+def test_a_repository_of_weights_that_would_run_code(hub):
+    """As the first OPT and GPT-J are published."""
+    hub.names = ["config.json", "pytorch_model.bin", "vocab.json"]
+    with pytest.raises(
+        ShardlmError, match=r"me/model holds no \*.safetensors; pytorch_model.bin would run code .*OTHER"
+    ):
+        opened.find("me/model")
+
+
 def test_a_digest_is_of_the_model_and_not_of_where_it_is(llama, tmp_path):
     other = tmp_path / "elsewhere" / llama.name
     other.parent.mkdir()

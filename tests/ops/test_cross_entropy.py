@@ -96,6 +96,33 @@ def test_each_tokens_own_equals_the_reference(spec, tied, logits):
     assert relative_error(found, {"nll": nll, "hidden": grads[0], "head": grads[1]}) < TOLERANCE
 
 
+@pytest.mark.parametrize("spec", [MeshSpec(), MeshSpec(fsdp=2, context=2, tensor=2)], ids=str)
+def test_a_bias_of_the_head(spec):
+    """Of Phi 2, in both losses: it and all gradients."""
+    hidden, head, targets, weights = inputs()
+    bias, rules, capped = jnp.linspace(-1.0, 1.0, V), Rules.make("zero3", spec), LogitsConfig(0.5, 2.0)
+    layout = HeadLayout(("embed", "vocab"), rules, capped)
+
+    def naive(hidden, head, bias):
+        nll, _ = reference(hidden, head, targets, capped, bias)
+        return jnp.sum(weights * (nll + jnp.square(nll)))
+
+    def loss(hidden, head, bias):
+        own = {"layout": layout, "chunk_bytes": 5 * V // spec.tensor * 4, "bias": bias}
+        nll = token_nll(hidden, head, split["targets"], **own)
+        total, _ = cross_entropy(hidden, head, split["targets"], split["weights"], **own)
+        return total + jnp.sum(split["weights"] * jnp.square(nll))
+
+    expected, of_each = jax.value_and_grad(naive, (0, 1, 2))(hidden, head, bias)
+    with jax.set_mesh(mesh_of(spec)):
+        tokens = rules.act.spec("batch", "whole_seq")
+        split = {"targets": jax.device_put(targets, tokens), "weights": jax.device_put(weights, tokens)}
+        x = jax.device_put(hidden, rules.act.spec("batch", "seq", "embed"))
+        own = jax.device_put(head, rules.rest.spec(*layout.names)), jax.device_put(bias, rules.act.spec("vocab"))
+        found, grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, *own)
+    assert relative_error({"loss": found, "each": grads}, {"loss": expected, "each": of_each}) < TOLERANCE
+
+
 def test_never_holds_all_logits():
     rules = Rules.make("zero3", MeshSpec())
     layout = HeadLayout(("embed", "vocab"), rules)

@@ -47,11 +47,14 @@ ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe min
 ALSO = "exaone_moe flex_olmo glm4_moe_lite hy_v3 nemotron solar_open starcoder2 youtu"
 # And of these: norms, factors and activations apart, which are the same in scoring.
 FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium hunyuan_moe internlm3 nanochat olmo"
+FURTHER += " galactica falcon_new falcon_rw mpt gpt_bigcode dbrx gptj minicpm3 persimmon stablelm"
 FURTHER += " hyperclovax jais2 cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma"
 LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+# A head of keys that all devices have, norms of each head, a bias of the head, rows before the first position, slopes.
+MESHED += [(name, TENSOR) for name in ("falcon", "cohere", "phi", "opt", "stablelm_parallel", "bloom")]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse

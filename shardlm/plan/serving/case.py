@@ -20,7 +20,7 @@ from shardlm.layers.mtp import MtpConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.mix import Mix, made_up

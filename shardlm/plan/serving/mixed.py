@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from shardlm.layers.block import BlockConfig
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.kv_format import KvFormat
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.kernels import Kernels

@@ -15,7 +15,7 @@ from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.weight_format import WeightFormat
