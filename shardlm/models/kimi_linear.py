@@ -118,7 +118,7 @@ def experts_of(options: Options, usual_groups: int = 1, usual_scale: float = 2.4
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = deepseek.names(config, block)
     if isinstance(block.attention, DeltaNetConfig):
-        found |= _memory_names()
+        found |= memory_names()
     if isinstance(block.mlp, MoeConfig):
         mixture = f"{LAYER}block_sparse_moe."
         found |= {"mlp.router_bias": Tensor(f"{mixture}gate.e_score_correction_bias")}
@@ -128,7 +128,8 @@ def names(config: TransformerConfig, block: BlockConfig) -> Names:
     return found
 
 
-def _memory_names() -> Names:
+def memory_names() -> Names:
+    """Of linear attention."""
     inside = f"{LAYER}self_attn."
     taps = {f"attention.taps_{letter}": f"{letter}_conv1d" for letter in "qkv"}
     return {

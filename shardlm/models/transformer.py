@@ -19,7 +19,7 @@ from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.context import KEPT, SELECTION, Context, Pages
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig, GatedStreamsHead
-from shardlm.layers.hyper_connections import StreamsConfig, StreamsHead
+from shardlm.layers.hyper_connections import StreamsConfig, StreamsHead, mean_of
 from shardlm.layers.indexer import IndexerConfig
 from shardlm.layers.layer_inputs import LayerInputs, LayerInputsConfig
 from shardlm.layers.lora import shares
@@ -28,6 +28,7 @@ from shardlm.layers.mtp import Mtp, MtpConfig
 from shardlm.layers.ngrams import TOKENS, NgramsConfig, rows_of, tables
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import MADE_FIRST, Execution, Params, constant, gathered, in_use, normal
+from shardlm.layers.shortcut import ShortcutConfig, parted
 from shardlm.layers.stack import Segment, Stack, traced_once
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.cross_entropy import LogitsConfig, shaped
@@ -44,10 +45,11 @@ class TransformerConfig:
     mtp            modules that predict further tokens (layers/mtp.py)
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
     streams        there are several streams, mixed around every layer (layers/hyper_connections.py, gated_streams.py)
-                   or predicted and corrected (layers/altup.py)
+                   or predicted and corrected (layers/altup.py), or what is added later (layers/shortcut.py)
     frequencies    so many of the rotations of all layers have a learned logarithm of a factor on each; 0: they are not
                    learned (Mistral Large 4)
     final_norm     there is a norm behind the last layer; else streams have their own
+    last_norm      that norm, where it is another than of layers
     """
 
     vocab_size: int
@@ -61,9 +63,10 @@ class TransformerConfig:
     max_positions: int = 0
     mtp: MtpConfig | None = None
     inputs: LayerInputsConfig | None = None
-    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | ShortcutConfig | None = None
     final_norm: bool = True
     frequencies: int = 0
+    last_norm: NormConfig | None = None
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}
@@ -291,12 +294,12 @@ class Transformer(nnx.Module):
             ]
         )
         if config.final_norm:
-            self.final_norm = Norm(config.norm, D, params)
+            self.final_norm = Norm(config.last_norm or config.norm, D, params)
         if isinstance(config.streams, GatedStreamsConfig):
             self.head_gates = GatedStreamsHead(config.streams, D, params)
         elif isinstance(config.streams, AltUpConfig):
             self.altup_ends = AltUpEnds(config.streams, D, params)
-        elif config.streams:
+        elif isinstance(config.streams, StreamsConfig) and not config.streams.plain_head:
             self.head_streams = StreamsHead(config.streams, D, params)
         if config.ngrams:
             self.ngram_tables = tables(config.ngrams, params)
@@ -387,6 +390,10 @@ class Transformer(nnx.Module):
             x = self.head_gates(x, self.execution)
         elif isinstance(self.config.streams, AltUpConfig):
             x = self.altup_ends.end(x, self.execution)
+        elif isinstance(self.config.streams, ShortcutConfig):
+            x, _ = parted(x)
+        elif self.config.streams and self.config.streams.plain_head:
+            x = mean_of(x, self.config.streams)
         elif self.config.streams:
             x = self.head_streams(x, self.execution)
         return self.final_norm(x, self.execution) if self.config.final_norm else x

@@ -28,8 +28,10 @@ NAMES = sorted(path.name for path in REFERENCES.iterdir())
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma glm glm4_moe glm4_moe_lite granite_swa"
 ALIKE += " granitemoe granitemoe_swa granitemoeshared helium hunyuan_moe hy_v3 internlm3 llama_dynamic minimax_m2 olmo3"
 ALIKE += " hyperclovax jais2 cwm iquestcoder lfm3 mellum ministral sarvam_mla sarvam_moe vaultgemma"
+ALIKE += " flint kolibri1 muse_glimmer"
 ALIKE = (ALIKE + " olmoe qwen2_moe seed_oss solar_open starcoder2 youtu").split()
 COSTLY = ["bailing_hybrid", "deepseek_v4", "gemma3n", "glm_moe_dsa", "hy_v4", "kimi_linear", "mistral_large4"]
+COSTLY += ["glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3"]
 COSTLY += ["qwen3_5_moe", "qwen4_exp"]
 COSTLY += ["bamba", "falcon_h1_norm", "lfm2_moe", "granitemoehybrid_moe", "nemotron_h_moe"]
 # float32 sums in another order (measured: up to 2e-5, Gemma 3's).
@@ -125,6 +127,7 @@ def written_back(reference: Reference, path: pathlib.Path) -> None:
 MESHED = ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmo2", "phi3", "glm4"]
 MESHED += ["nemotron_h", "gemma3", "gemma3n", "gemma4", "gemma4_moe"]
 MESHED += ["bailing_hybrid", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp"]
+MESHED += ["glm5_next", "kolibri1", "lara_mini", "longcat_flash", "minimax", "minimax_m3", "muse_glimmer"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY)) for name in MESHED])
