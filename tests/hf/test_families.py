@@ -130,7 +130,9 @@ MESHED += ["bailing_hybrid", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_la
 MESHED += ["glm5_next", "kolibri1", "lara_mini", "longcat_flash", "minimax", "minimax_m3", "muse_glimmer"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY)) for name in MESHED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY + ALIKE)) for name in MESHED]
+)
 def test_a_family_on_a_mesh(name):
     reference = Reference(name, MeshSpec(fsdp=2, expert=2, tensor=2))
     assert np.abs(scored(reference) - reference.logits).max() < close(reference)
