@@ -1,5 +1,5 @@
-"""Writes questions about the Python standard library out of docstring_chats.py's conversations, as JSONL of prompts, and
-has two functions that judge answers to them, in the form of TRL.
+"""Writes questions about the Python standard library out of docstring_chats.py's conversations, as JSONL of prompts,
+and has two functions that judge answers to them, in the form of TRL.
 
     python examples/docstring_prompts.py data/questions
 

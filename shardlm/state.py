@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.layers import ngrams
+from shardlm.layers.context import INDEX
 from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer
@@ -229,9 +230,12 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
             f"kv_cache_dtype={held}: keys of the model have their positions in them (linear biases), which 8 bits do "
             "not hold; choose auto or bfloat16"
         )
-    kinds = list(dict.fromkeys(tuple(entries.items()) for a in _attentions(model) if (entries := a.cache_entries())))
+    every = [entries for a in _attentions(model) if (entries := a.cache_entries())]
+    indexes = [entries[INDEX] for entries in every if INDEX in entries]
+    index = {INDEX: indexes[0]} if indexes else {}  # of layers that have no indexer too (MiniMax M3's first)
+    kinds = list(dict.fromkeys(tuple((n, of) for n, of in entries.items() if n != INDEX) for entries in every))
     if len(kinds) < 2:
-        return dict(kinds[0]) if kinds else {}
+        return dict(kinds[0]) | index if kinds else {}
     if model.execution.kv_cache == "int8" and len({width for _, width in model.config.kept_heads}) > 1:
         raise ShardlmError(
             "kv_cache_dtype=int8: layers of the model have heads of different sizes, and int8 a scale for each head; "
@@ -239,7 +243,7 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
         )
     most = math.lcm(*model.config.kept_numbers(kv_ways(model)).values())
     split = [kind for kind in kinds if all(name == "kv_heads" for _, (_, name) in kind)]
-    return {name: ((most // width, width), of) for name, ((_, width), of) in (split or kinds)[0]}
+    return {name: ((most // width, width), of) for name, ((_, width), of) in (split or kinds)[0]} | index
 
 
 def kv_ways(model: ModelDef) -> int:

@@ -13,6 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.block_indexer import BlockIndexer, BlockIndexerConfig
 from shardlm.layers.context import INDEX, KEPT, Context, Pages
 from shardlm.layers.fused import Late, late_norm, over, project_back, project_each, sums_each, taken
+from shardlm.layers.head_indexer import HeadIndexer, HeadIndexerConfig
 from shardlm.layers.norm import HeadNorms, Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops import alibi
@@ -51,7 +52,8 @@ class AttentionConfig:
     value_scale  factor on values
     slopes     of each head, by which scores grow with the key's position (ALiBi, ops/alibi.py): the last dimensions of
                head_dim are those that it takes, and not projected; (): none. `with_slopes` makes such a one
-    indexer    chooses the blocks of tokens that queries attend to (layers/block_indexer.py); None: they attend to all
+    indexer    chooses the blocks of tokens that queries attend to (layers/block_indexer.py), or those of each kv head
+               (layers/head_indexer.py); None: they attend to all
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
                some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
     """
@@ -80,7 +82,7 @@ class AttentionConfig:
     value_width: int = 0
     value_scale: float = 1.0
     slopes: tuple[float, ...] = ()
-    indexer: BlockIndexerConfig | None = None
+    indexer: BlockIndexerConfig | HeadIndexerConfig | None = None
     keeps: str = ""
     reads: str = ""
 
@@ -189,7 +191,8 @@ class Attention(nnx.Module):
             shape = (D, N, 1 if config.gate_of_head else V)
             params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(D**-0.5))
         if config.indexer:
-            self.indexer = BlockIndexer(config.indexer, D, params)
+            own = HeadIndexer if isinstance(config.indexer, HeadIndexerConfig) else BlockIndexer
+            self.indexer = own(config.indexer, D, params)
         if config.sinks:
             self.sinks = params((N,), ("heads",), constant(0.0))
 

@@ -17,6 +17,7 @@ from shardlm.layers.fused import Back, Late, added, norm_of, taken
 from shardlm.layers.gated_streams import GatedStreams, GatedStreamsConfig
 from shardlm.layers.hyper_connections import HyperConnection, StreamsConfig
 from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
+from shardlm.layers.lightning import Lightning, LightningConfig
 from shardlm.layers.mamba import Mamba, MambaConfig
 from shardlm.layers.mla import Mla, MlaConfig
 from shardlm.layers.mlp import Mlp, MlpConfig, NoMlpConfig
@@ -25,6 +26,7 @@ from shardlm.layers.ngrams import Ngrams, NgramsConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use
 from shardlm.layers.short_conv import ShortConv, ShortConvConfig
+from shardlm.layers.shortcut import ShortcutConfig, parted, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +34,16 @@ class BlockConfig:
     """norms      before each layer (pre; Llama, https://arxiv.org/abs/2302.13971), after it (post; OLMo 2,
                https://arxiv.org/abs/2501.00656, section 2.1), or both (Gemma 2, https://arxiv.org/abs/2408.00118);
                none where streams have their own
+    post_norm  of those after, where it is another than of those before
     parallel   both layers read the stream after the same norm, and are added together (GPT-J; Cohere)
     norms_apart  then, each after a norm of its own (GPT-NeoX)
     residual_scale  factor on what is added to the stream (Granite)
+    of_normed  what attention and the MLP make is added to the stream as they read it, after the norm, times this
+               factor of attention's and of the MLP's (MiniMax-01); None: to the stream itself
     inputs     what the layer takes of each token besides the stream (layers/layer_inputs.py), added after its MLP
     out_scale  the stream is multiplied by a number that the checkpoint has, and that is not trained (Gemma 4)
     streams    there are several streams, mixed around both layers (layers/hyper_connections.py, gated_streams.py), or
-               predicted and corrected (layers/altup.py)
+               predicted and corrected (layers/altup.py), or the stream and what is added later (layers/shortcut.py)
     memory     Mamba 2 that reads the stream after the same norm as attention, and is added to it (Falcon H1)
     ngrams     what is added to several streams first, of each token and those before it (layers/ngrams.py)
     """
@@ -51,9 +56,11 @@ class BlockConfig:
     norms_apart: bool = False
     inputs: LayerInputsConfig | None = None
     out_scale: bool = False
-    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | ShortcutConfig | None = None
     ngrams: NgramsConfig | None = None
     memory: MambaConfig | None = None
+    of_normed: tuple[float, float] | None = None
+    post_norm: NormConfig | None = None
 
     @property
     def shares_norm(self) -> bool:
@@ -84,6 +91,7 @@ class Block(nnx.Module):
             MlaConfig: Mla,
             DeltaNetConfig: DeltaNet,
             MambaConfig: Mamba,
+            LightningConfig: Lightning,
             ShortConvConfig: ShortConv,
             CompressedConfig: CompressedAttention,
         }
@@ -99,7 +107,7 @@ class Block(nnx.Module):
             else:
                 self.mlp = feed_forward(config.mlp, embed_dim, out_scale, params)
             if config.norms in ("post", "both"):
-                setattr(self, f"{name}_post_norm", Norm(norm, embed_dim, params))
+                setattr(self, f"{name}_post_norm", Norm(config.post_norm or norm, embed_dim, params))
         if config.ngrams:
             self.ngrams = Ngrams(config.ngrams, embed_dim, params)
         if isinstance(config.streams, GatedStreamsConfig):
@@ -109,7 +117,7 @@ class Block(nnx.Module):
                 AltUp(config.streams, embed_dim, params),
                 Laurel(config.streams, embed_dim, params),
             )
-        elif config.streams:
+        elif isinstance(config.streams, StreamsConfig):
             self.attention_streams, self.mlp_streams = (
                 HyperConnection(config.streams, embed_dim, params) for _ in range(2)
             )
@@ -126,6 +134,8 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "block_input")
         if isinstance(self.config.streams, AltUpConfig):
             return self._of_predicted(x, positions, ctx, pages, layer, execution)
+        if isinstance(self.config.streams, ShortcutConfig):
+            return self._of_shortcut(x, positions, ctx, pages, layer, execution)
         if self.config.streams:
             return self._of_streams(x, positions, ctx, pages, layer, execution)
         first = self.before(x, "attention", execution)
@@ -133,13 +143,13 @@ class Block(nnx.Module):
         if self.config.memory:
             remembered, pages, _ = self.memory(taken(first), positions, ctx, pages, layer, execution)
             h = taken(h) + remembered
-        stream, x = x, self._onto(x, h, "attention", execution)
+        stream, x = x, self._onto(self._stream(x, first, 0), h, "attention", execution)
         aux = {}
         if self.config.mlp.there:
             if not self.config.shares_norm:
                 first = self.before(stream if self.config.parallel else x, "mlp", execution)
             h, aux = self.mlp(first if _takes_late(self.mlp) else taken(first), ctx, execution, x)
-            x = self._onto(x, h, "mlp", execution)
+            x = self._onto(self._stream(x, first, 1), h, "mlp", execution)
         if self.config.inputs:
             own = jax.lax.dynamic_index_in_dim(ctx.inputs, layer, keepdims=False)
             x = x + self.inputs(x, own, execution)
@@ -162,6 +172,17 @@ class Block(nnx.Module):
         h, aux = self.mlp(self.before(read, "mlp", execution), ctx, execution, read)
         return around_mlp.after(x, checkpoint_name(taken(h), "mlp_out"), weights), pages, aux | kept
 
+    def _of_shortcut(self, x, positions, ctx: Context, pages, layer, execution: Execution):
+        x, later = parted(x)
+        h, pages, kept = self.attention(self.before(x, "attention", execution), positions, ctx, pages, layer, execution)
+        x = self._onto(x, h, "attention", execution)
+        h, aux = self.mlp(self.before(x, "mlp", execution), ctx, execution, x)
+        if self.config.mlp.num_experts:
+            h, later = parted(h)
+            return together(self._onto(x, h, "mlp", execution), later), pages, aux | kept
+        x = self._onto(x, h, "mlp", execution) + later
+        return together(x, later), pages, aux | kept
+
     def _of_predicted(self, x, positions, ctx: Context, pages, layer, execution: Execution):
         active, predicted = self.altup.before(x, execution)
         first = self.before(active, "attention", execution)
@@ -180,6 +201,10 @@ class Block(nnx.Module):
             return x
         norm = getattr(self, f"{layer}_norm")
         return norm_of(x, norm, execution) if _takes_late(getattr(self, layer)) else norm(x, execution)
+
+    def _stream(self, x: jax.Array, read: jax.Array | Late, place: int) -> jax.Array:
+        """What is added to, of the stream [B, T, D] and what was read of it: attention's in place 0, the MLP's in 1."""
+        return x if self.config.of_normed is None else taken(read) * self.config.of_normed[place]
 
     def _onto(self, x: jax.Array, h: jax.Array | Back, layer: str, execution: Execution) -> jax.Array:
         """The stream with what "attention" or "mlp" makes, after its norm and its factor."""

@@ -6,9 +6,10 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from shardlm.ops.block_choice import BlockIndex
+from shardlm.ops.block_choice import BlockIndex, PooledIndex
 from shardlm.ops.compression import Compressed
 from shardlm.ops.gated_delta import BIAS, SKIP
+from shardlm.ops.head_choice import HeadIndex
 from shardlm.ops.kv_format import SCALE
 from shardlm.ops.rotate_write import Unrotated
 from shardlm.ops.token_choice import Index
@@ -113,7 +114,11 @@ class Context(Protocol):
         pages with all that is new."""
 
     def select(
-        self, index: Index | BlockIndex, positions: jax.Array, pages: Pages | None, layer: jax.Array
+        self,
+        index: Index | BlockIndex | PooledIndex | HeadIndex,
+        positions: jax.Array,
+        pages: Pages | None,
+        layer: jax.Array,
     ) -> tuple[Selection | None, Pages | None]:
         """The tokens that each query attends to, None: all before it, since there are no more than it may; and the
         pages with the index's keys written."""

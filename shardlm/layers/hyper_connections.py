@@ -27,6 +27,7 @@ class StreamsConfig:
     eps         beside the sums that are divided by, and added to the weights of what a layer reads
     norm_eps    of the norm over all streams, which has no scale
     magnitude   of the weights of what a layer makes, which are up to so much; without mixing `eps` is added to them too
+    plain_head  behind the last block their mean is taken, for which there are no weights (GLM-5 Next)
     """
 
     count: int
@@ -34,6 +35,7 @@ class StreamsConfig:
     eps: float
     norm_eps: float
     magnitude: float = 2.0
+    plain_head: bool = False
 
     def __post_init__(self):
         if self.count < 1 or self.iterations < 0:
@@ -100,6 +102,12 @@ class StreamsHead(nnx.Module):
         made = _products(x, self, "fn", self.config.norm_eps, execution)
         made = made * gathered(self, "scale", execution) + gathered(self, "base", execution)
         return _summed(x, jax.nn.sigmoid(made) + self.config.eps)
+
+
+def mean_of(x: jax.Array, config: StreamsConfig) -> jax.Array:
+    """The streams x [B, T, S * D] as one, [B, T, D]."""
+    streams = x.reshape(*x.shape[:2], config.count, -1)
+    return jnp.mean(streams.astype(jnp.float32), axis=2).astype(x.dtype)
 
 
 def _products(x: jax.Array, module: nnx.Module, name: str, eps: float, execution: Execution) -> jax.Array:

@@ -50,6 +50,11 @@ class IndexerConfig:
             self.rope.check(self.head_dim)
 
     @property
+    def kept_dim(self) -> int:
+        """Numbers of a token that pages keep."""
+        return self.head_dim
+
+    @property
     def width(self) -> int:
         """Multiply-adds of a query and a key, to be attended to or not."""
         return 0 if self.shared else self.num_heads * (self.head_dim + 1)

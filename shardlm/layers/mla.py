@@ -14,6 +14,7 @@ from shardlm.layers.context import INDEX, SELECTION, Context, Pages
 from shardlm.layers.indexer import Indexer, IndexerConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
+from shardlm.layers.pooled_indexer import PooledIndexer, PooledIndexerConfig
 from shardlm.ops.rope import QueryGrowth, Rope, by_logarithm, grown, rope
 
 
@@ -31,8 +32,10 @@ class MlaConfig:
     scale         of the scores; 0: (nope_dim + rope_dim) ** -0.5
     query_growth  of queries by their position (ops/rope.py; Mistral 4)
     by_logarithm  queries grow with the logarithm of their position, as each head has learned (ops/rope.py)
+    latent_scale  factor on the latent of keys and values behind its norm (LongCat Flash)
     room          numbers of a token in pages, where other layers have more than this one: zeros behind; 0: as it needs
-    indexer       chooses the tokens that a query attends to (DeepSeek V3.2); None: all before it
+    indexer       chooses the tokens that a query attends to (DeepSeek V3.2), or pools of them (GLM-5 Next); None: all
+                  before it
     gate          each head's output is multiplied by the sigmoid of a projection of the stream, of one number a head
                   (Ling 3) or of as many as its values have (Hy4)
     sinks         each head has a learned score that takes weight from the tokens (Hy4; layers/attention.py)
@@ -48,11 +51,12 @@ class MlaConfig:
     norm: NormConfig = NormConfig(eps=1e-6)
     scale: float = 0.0
     query_growth: QueryGrowth | None = None
-    indexer: IndexerConfig | None = None
+    indexer: IndexerConfig | PooledIndexerConfig | None = None
     gate: Literal["none", "head", "number"] = "none"
     sinks: bool = False
     by_logarithm: bool = False
     room: int = 0
+    latent_scale: float = 1.0
 
     def __post_init__(self):
         if self.rope:
@@ -119,14 +123,15 @@ class Mla(nnx.Module):
         if config.sinks:
             self.sinks = params((N,), ("heads",), constant(0.0))
         if config.indexer and not config.indexer.shared:
-            self.indexer = Indexer(config.indexer, D, Q, params)
+            own = PooledIndexer if isinstance(config.indexer, PooledIndexerConfig) else Indexer
+            self.indexer = own(config.indexer, D, Q, params)
 
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
         """Per token and layer: the latent and the shared key part, of which values are made too; the indexer's key."""
         width = self.config.room or self.config.kv_latent_dim + self.config.rope_dim
         found = {"k": ((1, width), "kv_heads_whole")}
         if self.config.indexer:  # of layers that share a choice too: all layers of a pool have the same room
-            found[INDEX] = ((1, self.config.indexer.head_dim), "kv_heads_whole")
+            found[INDEX] = ((1, self.config.indexer.kept_dim), "kv_heads_whole")
         return found
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
@@ -187,6 +192,7 @@ class Mla(nnx.Module):
         R = self.config.kv_latent_dim
         both = self._down(x, "wkv_down", execution)
         latent = self.kv_norm(both[..., :R], execution)
+        latent = latent if self.config.latent_scale == 1 else latent * self.config.latent_scale
         both = _whole(jnp.concatenate([latent, both[..., R:]], axis=-1), execution)
         return both[..., :R], self._turned(both[:, :, None, R:], positions, ctx)
 

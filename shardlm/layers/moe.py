@@ -31,6 +31,7 @@ from shardlm.layers.param import (
     project,
     whole_groups,
 )
+from shardlm.layers.shortcut import together
 from shardlm.mesh import shard_map
 from shardlm.ops import expert_dispatch, grouped_matmul, routing
 from shardlm.ops.anew_matmul import anew_experts
@@ -66,6 +67,10 @@ class MoeConfig:
     latent_dim          experts read and make a projection of the stream of this width (Nemotron 3's larger ones); 0:
                         the stream
     load_bias           a bias in the choice that evens the load without a loss (ops/routing.py, with_load)
+    later               what experts make is not added to what the shared one makes, but given beside it: twice as many
+                        numbers (layers/shortcut.py)
+    idle                of all that a router chooses from, so many behind the experts give back what they read
+                        (zero-computation experts, https://arxiv.org/abs/2509.01322, section 2.1)
     hashed              experts go by the token, by a table that is not trained, of so many tokens; 0: by scores
                         (DeepSeek V4's first layers)
     capacity_factor     limit on the pairs that one device takes from the others (ops/expert_dispatch.py); 0: none, no
@@ -92,12 +97,14 @@ class MoeConfig:
     load_bias: bool = False
     weighs_inputs: bool = False
     hashed: int = 0
+    later: bool = False
+    idle: int = 0
     capacity_factor: float = 0.0
 
     there = True
 
     def __post_init__(self):
-        routing.check_router(self.router, self.num_experts, self.top_k)
+        routing.check_router(self.router, self.choices, self.top_k)
         if not self.gated and (self.bias or self.limit or self.shared_limit):
             raise ShardlmError("gated=False: experts without gates have no biases and no limits; set those to none")
         if self.weighs_inputs and self.top_k > 1:
@@ -110,6 +117,11 @@ class MoeConfig:
                 f"capacity_factor={self.capacity_factor} drops tokens even under an even load; choose at least 1, or 0 "
                 "to drop none"
             )
+
+    @property
+    def choices(self) -> int:
+        """What a router chooses from."""
+        return self.num_experts + self.idle
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -127,13 +139,14 @@ class MoeConfig:
 
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights that one token passes: its experts, the shared ones and the router."""
-        experts = self.read_dim(embed_dim) * self.top_k * self.expert_dim
+        experts = self.read_dim(embed_dim) * self.top_k * self.num_experts * self.expert_dim // self.choices
         of_hidden = len(self.projections) * (experts + embed_dim * self.shared_dim)
-        return of_hidden + embed_dim * (self.num_experts + self.shared_gate + 2 * self.latent_dim)
+        return of_hidden + embed_dim * (self.choices + self.shared_gate + 2 * self.latent_dim)
 
 
 class Moe(nnx.Module):
-    """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), "gate" and
+    """Sum over a token's experts of weight times expert(x), plus the shared expert; weights "router" (D, E), where some
+    are idle E + Z, as in all that is of the router, "gate" and
     "up" (E, D, F), "down" (E, F, D), and "router_bias" (E,) where the load is evened by it; with biases "logit_bias"
     (E,), "gate_bias" and "up_bias" (E, F), "down_bias" (E, D); "shared" (layers/mlp.py) and its "shared_gate" (D,);
     where experts read a latent "latent_down" (D, L) and "latent_up" (L, D), and L in D's place in theirs; where they
@@ -146,7 +159,7 @@ class Moe(nnx.Module):
         if config.latent_dim:
             params.weight(self, "latent_down", (D, L), ("embed", "latent_whole"), normal(D**-0.5))
             params.weight(self, "latent_up", (L, D), ("latent_whole", "embed"), normal(L**-0.5))
-        self.router = params((D, E), ("embed", "router"), normal(D**-0.5))
+        self.router = params((D, config.choices), ("embed", "router"), normal(D**-0.5))
         for name in config.projections[:-1]:
             params.projection(self, name, (E, L, F), ("experts", "expert_embed", "expert_mlp"), normal(L**-0.5), into=2)
         out_init = normal(out_scale * F**-0.5)
@@ -159,7 +172,7 @@ class Moe(nnx.Module):
         if config.hashed:
             self.experts_of_token = params((config.hashed, config.top_k), ("norm", "norm"), _hashed(E))
         if config.load_bias:
-            self.router_bias = params((E,), ("router",), constant(0.0))
+            self.router_bias = params((config.choices,), ("router",), constant(0.0))
         if config.shared_dim:
             inside = dataclasses.replace(params, place=f"{params.place}shared.")
             cut = config.activation == "silu_of_cut" and not config.shared_limit
@@ -244,7 +257,7 @@ class Moe(nnx.Module):
                 shared = shared * config.shared_scale
             if config.apart:
                 shared = self.shared_norm(shared, execution)
-            out = out + shared
+            out = together(shared, out) if config.later else out + shared
         return out, aux
 
     def dispatch(self, execution: Execution) -> Dispatch:
@@ -274,25 +287,28 @@ def _local(
     act, x = execution.rules.act, reads["experts"]
     router_reads = reads.get("router", x)
     B, T, D = x.shape
-    k, E = config.top_k, config.num_experts
+    k, E, C = config.top_k, config.num_experts, config.choices
     logits = jnp.einsum("btd,de->bte", router_reads.astype(jnp.float32), routed["router"], precision="highest")
     if config.bias:
         logits = logits + routed["logit_bias"]
     scores = routing.scores(logits, config.router)
     if config.hashed:
         chosen = reads["chosen"].reshape(-1, k).astype(jnp.int32)
-        mix = routing.weights_of(scores.reshape(-1, E), chosen, config.router)
+        mix = routing.weights_of(scores.reshape(-1, C), chosen, config.router)
     elif config.router.scoring == "sparsemixer":
         mix, chosen = routing.sparsely_mixed(logits.reshape(-1, E), k, config.router.jitter)
     else:
-        mix, chosen = routing.route(scores.reshape(-1, E), routed.get("bias"), k, config.router)
+        both = scores.reshape(-1, C), logits.reshape(-1, C)
+        mix, chosen = routing.route(both[0], routed.get("bias"), k, config.router, both[1])
     if config.apart:
         mix = mix * (jax.nn.one_hot(chosen, E, dtype=mix.dtype) @ routed["expert_scale"].astype(mix.dtype))
-    chosen = jnp.where(real.reshape(-1, 1), chosen, E)
-    picked = jnp.sum(chosen.reshape(B, T, k)[..., None] == jnp.arange(E), axis=2).astype(jnp.float32)
+    chosen = jnp.where(real.reshape(-1, 1), chosen, C)
+    picked = jnp.sum(chosen.reshape(B, T, k)[..., None] == jnp.arange(C), axis=2).astype(jnp.float32)
     if config.load_bias:
         mix = routing.with_load(mix, routed["bias"], picked.sum(axis=(0, 1)))
     aux = _losses(config, logits, scores, picked, real, weights, act)
+    idle = jnp.sum(jnp.where((chosen >= E) & (chosen < C), mix, 0), axis=-1) if config.idle else None
+    chosen = jnp.minimum(chosen, E)
     shared_by = tuple(axis for axis in act.axes("seq") if axis not in act.axes("whole_seq"))
     rows = x.reshape(-1, D)
     if config.weighs_inputs:
@@ -333,7 +349,9 @@ def _local(
         out = jax.lax.psum(out, parts)
     everywhere = act.axes("batch") + act.axes("seq")
     aux["dropped"] = dropped
-    return out.reshape(B, T, D), jax.lax.psum(aux, everywhere) if everywhere else aux
+    out = out.reshape(B, T, D)
+    out = out if idle is None else out + x * idle.reshape(B, T, 1).astype(x.dtype)
+    return out, jax.lax.psum(aux, everywhere) if everywhere else aux
 
 
 def _biased(experts, sizes, a, name: str):

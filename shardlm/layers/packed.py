@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from shardlm.layers.context import Selection, heads_of, one_group_each, one_per_device, rates_of, specs_of
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
-from shardlm.ops import block_choice
+from shardlm.ops import block_choice, head_choice
 from shardlm.ops.attention import packed_attention
-from shardlm.ops.block_choice import BlockIndex
+from shardlm.ops.block_choice import BlockIndex, PooledIndex
 from shardlm.ops.compressed_rows import attend_rows
 from shardlm.ops.gated_delta import delta_net, empty_memory
+from shardlm.ops.head_choice import HeadIndex
 from shardlm.ops.short_conv import from_device_before, short_conv, texts
 from shardlm.ops.token_choice import chosen_in_rows
 from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
@@ -75,8 +76,9 @@ class Packed:
         how, out = {"over": over[0] if over else ""}, act.spec("batch", None, None)
         whole = jax.sharding.PartitionSpec()
         parts = jax.tree.map_with_path(lambda path, _: whole if path[-1].name == "scale" else rows, index)
-        if isinstance(index, BlockIndex):
-            run = partial(block_choice.chosen_in_rows, **how)
+        if isinstance(index, BlockIndex | PooledIndex | HeadIndex):
+            choice = head_choice if isinstance(index, HeadIndex) else block_choice
+            run = partial(choice.chosen_in_rows, **how)
             run = shard_map(run, in_specs=(parts, rows, rows), out_specs=out)
             return run(index, positions, self.segment_ids), pages
         run = shard_map(partial(chosen_in_rows, **how), in_specs=(parts, rows), out_specs=out)
@@ -109,6 +111,9 @@ class Packed:
     ):
         del layer, kv_heads  # rows are in order, so the index is the position
         if kv_name == "kv_heads_whole":
+            if head_choice.is_for_each(selection):
+                ways = self.rules.mesh.size(*self.rules.act.axes("kv_heads"))
+                selection = jnp.repeat(selection, ways // k.shape[2], axis=1)
             k, v = (one_per_device(a, self.rules) for a in (k, v))
         out = packed_attention(
             q,

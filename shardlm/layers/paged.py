@@ -26,10 +26,11 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged_heads import OnDevice
 from shardlm.layers.param import Execution
 from shardlm.mesh import shard_map
-from shardlm.ops import block_choice, paged_choice
-from shardlm.ops.block_choice import BlockIndex
+from shardlm.ops import block_choice, head_choice, paged_choice
+from shardlm.ops.block_choice import BlockIndex, PooledIndex
 from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
+from shardlm.ops.head_choice import HeadIndex
 from shardlm.ops.kv_format import order_of, pool_names
 from shardlm.ops.rotate_write import Unrotated, fits
 from shardlm.ops.short_conv import short_conv
@@ -142,11 +143,15 @@ class Paged:
         pools = {name: act.spec(*pool_names(order, kv_name)) for name, order in orders.items()}
         page_table, place, part = self._of_layer(layer)
         heads_here = 0 if not kv_heads else kv_heads // self.rules.mesh.size(*act.axes(kv_name))
-        of_q = heads
+        of_q, of_choice = heads, tokens
+        if head_choice.is_for_each(selection):
+            of_choice = act.spec("batch", "kv_heads" if kv_name == "kv_heads" else None)
+            selection = jax.tree.map(lambda a: jax.reshard(a, of_choice), selection)
         if isinstance(q, Unrotated):
             of_q = q.specs(act, kv_name)
             q = jax.tree.map(jax.reshard, q, of_q)
 
+        of_scores = act.spec("heads"), of_choice
         local = OnDevice(
             implementation=self.implementation,
             whole=self.whole,
@@ -163,7 +168,7 @@ class Paged:
         )
         out, pages = shard_map(
             local,
-            in_specs=(of_q, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, act.spec("heads"), tokens),
+            in_specs=(of_q, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, *of_scores),
             out_specs=(heads, pools),
         )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection)
         return out, pages | beside
@@ -203,7 +208,11 @@ class Paged:
         pools = {name: act.spec(*pool_names(order, "kv_heads_whole")) for name, order in orders.items()}
         tokens = act.spec("batch", "whole_seq")
         of_index = jax.tree.map_with_path(lambda path, _: scalar if path[-1].name == "scale" else tokens, index)
-        choose = (block_choice if isinstance(index, BlockIndex) else paged_choice).choose
+        choose = paged_choice.choose
+        if isinstance(index, HeadIndex):
+            choose = head_choice.choose
+        elif isinstance(index, BlockIndex | PooledIndex):
+            choose = block_choice.choose
 
         def local(index, held, page_table, positions, valid, place):
             where = page_table, positions, valid, place * self.layout.num_pages

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.layers.context import Pages
-from shardlm.ops import block_choice, paged_attention, paged_choice, rotate_write
+from shardlm.ops import block_choice, head_choice, paged_attention, paged_choice, rotate_write
 from shardlm.ops.attention import of_rows
 from shardlm.ops.chunk_attention import in_parts
 from shardlm.ops.kv_format import SCALE, as_heads, parts_of_page
@@ -73,7 +73,19 @@ class OnDevice:
         return in_parts(q, k, v, *before, self.scale, self.parts, **options)
 
     def _over_pages(self, q, pages: Pages, page_table, positions, first, sinks, selection) -> jax.Array:
-        head = self.own_head and self.own_head(pages["k"].shape[self.orders["k"].index("k")], q.shape[2])
+        heads = pages["k"].shape[self.orders["k"].index("k")]
+        head = self.own_head and self.own_head(heads, q.shape[2])
+        if not head_choice.is_for_each(selection):
+            return self._by(selection, q, pages, page_table, positions, first, sinks, head)
+        where = (pages, page_table, positions, first, sinks)
+        if head is not None:
+            return self._by(head_choice.of_head(selection, head), q, *where, head)
+        each = enumerate(jnp.split(q, heads, axis=2))
+        outs = [self._by(head_choice.of_head(selection, i), part, *where, jnp.int32(i)) for i, part in each]
+        return jnp.concatenate(outs, axis=2)
+
+    def _by(self, selection, q, pages: Pages, page_table, positions, first, sinks, head) -> jax.Array:
+        """To what all queries here attend to, of all kv heads or of one."""
         if isinstance(selection, block_choice.Places):
             return block_choice.attend(q, pages, selection, first, self.scale, head)
         if isinstance(selection, dict):

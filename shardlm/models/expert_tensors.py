@@ -44,7 +44,7 @@ class Turned:
 def one_by_one(text: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's tensors with one for each expert; `text` are its language model's options. What is in few bits
     stays as it is. Raises ShardlmError where dimensions do not tell which is which."""
-    if text.get("model_type") in ("hy_v4", "mistral4"):  # whose names are of two
+    if text.get("model_type") in ("hy_v4", "lara_mini", "mistral4"):  # whose names are of two
         return dict(tensors)
     inputs, width = text.get("hidden_size"), text.get("moe_intermediate_size")
     found = {}

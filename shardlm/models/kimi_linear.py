@@ -115,7 +115,7 @@ def experts_of(options: Options, usual_groups: int = 1, usual_scale: float = 2.4
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     found = deepseek.names(config, block)
     if isinstance(block.attention, DeltaNetConfig):
-        found |= memory_names() | _made_of_latents()
+        found |= memory_names() | made_of_latents()
     if isinstance(block.mlp, MoeConfig):
         mixture = f"{LAYER}block_sparse_moe."
         found |= {"mlp.router_bias": Tensor(f"{mixture}gate.e_score_correction_bias")}
@@ -136,7 +136,7 @@ def memory_names() -> Names:
     }
 
 
-def _made_of_latents() -> Names:
+def made_of_latents() -> Names:
     """Of those that make decays and gates, through a few numbers of each token."""
     inside = f"{LAYER}self_attn."
     return {

@@ -1,5 +1,6 @@
 """MiniMax M2 (https://github.com/MiniMax-AI/MiniMax-M2): norms on all queries and all keys together, a rotation of half
-of each head, and experts in every layer, chosen by sigmoids and a bias as DeepSeek V3's, without shared ones."""
+of each head, and experts in every layer, chosen by sigmoids and a bias as DeepSeek V3's, without shared ones.
+MiniMax-01 and M1 are models/minimax_01.py's."""
 
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.moe import MoeConfig

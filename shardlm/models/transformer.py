@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec
 from shardlm.layers.altup import AltUpConfig, AltUpEnds
 from shardlm.layers.context import KEPT, SELECTION, Context, Pages
 from shardlm.layers.gated_streams import GatedStreamsConfig, GatedStreamsHead
-from shardlm.layers.hyper_connections import StreamsHead
+from shardlm.layers.hyper_connections import StreamsConfig, StreamsHead, mean_of
 from shardlm.layers.layer_inputs import LayerInputs
 from shardlm.layers.lora import shares
 from shardlm.layers.mtp import Mtp
 from shardlm.layers.ngrams import TOKENS, rows_of, tables
 from shardlm.layers.norm import Norm
 from shardlm.layers.param import MADE_FIRST, Execution, Params, constant, gathered, in_use, normal
+from shardlm.layers.shortcut import ShortcutConfig, parted
 from shardlm.layers.stack import Stack, traced_once
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cpu_einsum import cpu_einsum
@@ -53,12 +54,12 @@ class Transformer(nnx.Module):
             ]
         )
         if config.final_norm:
-            self.final_norm = Norm(config.norm, D, params)
+            self.final_norm = Norm(config.last_norm or config.norm, D, params)
         if isinstance(config.streams, GatedStreamsConfig):
             self.head_gates = GatedStreamsHead(config.streams, D, params)
         elif isinstance(config.streams, AltUpConfig):
             self.altup_ends = AltUpEnds(config.streams, D, params)
-        elif config.streams:
+        elif isinstance(config.streams, StreamsConfig) and not config.streams.plain_head:
             self.head_streams = StreamsHead(config.streams, D, params)
         if config.ngrams:
             self.ngram_tables = tables(config.ngrams, params)
@@ -152,6 +153,10 @@ class Transformer(nnx.Module):
             x = self.head_gates(x, self.execution)
         elif isinstance(self.config.streams, AltUpConfig):
             x = self.altup_ends.end(x, self.execution)
+        elif isinstance(self.config.streams, ShortcutConfig):
+            x, _ = parted(x)
+        elif self.config.streams and self.config.streams.plain_head:
+            x = mean_of(x, self.config.streams)
         elif self.config.streams:
             x = self.head_streams(x, self.execution)
         return self.final_norm(x, self.execution) if self.config.final_norm else x

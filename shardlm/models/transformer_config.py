@@ -20,6 +20,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.ngrams import NgramsConfig
 from shardlm.layers.norm import NormConfig
+from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.layers.stack import Segment
 from shardlm.ops.cross_entropy import LogitsConfig
 
@@ -37,10 +38,11 @@ class TransformerConfig:
     mtp            modules that predict further tokens (layers/mtp.py)
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
     streams        there are several streams, mixed around every layer (layers/hyper_connections.py, gated_streams.py)
-                   or predicted and corrected (layers/altup.py)
+                   or predicted and corrected (layers/altup.py), or what is added later (layers/shortcut.py)
     frequencies    so many of the rotations of all layers have a learned logarithm of a factor on each; 0: they are not
                    learned (Mistral Large 4)
     final_norm     there is a norm behind the last layer; else streams have their own
+    last_norm      that norm, where it is another than of layers
     """
 
     vocab_size: int
@@ -56,9 +58,10 @@ class TransformerConfig:
     head_bias: bool = False
     mtp: MtpConfig | None = None
     inputs: LayerInputsConfig | None = None
-    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | ShortcutConfig | None = None
     final_norm: bool = True
     frequencies: int = 0
+    last_norm: NormConfig | None = None
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("vocab_size", "embed_dim", "num_layers")}

@@ -14,6 +14,7 @@ from shardlm.mesh import MeshSpec, shard_map
 from shardlm.ops.blocked_attention import MASKED, blocked_attention
 from shardlm.ops.cudnn_attention import cudnn
 from shardlm.ops.cudnn_heads import LATENT, Gpu, takes
+from shardlm.ops.head_rows import by_heads, from_heads
 from shardlm.ops.ring_attention import ring_attention
 from shardlm.ops.ulysses import fits as ulysses_fits
 from shardlm.ops.ulysses import ulysses
@@ -133,7 +134,8 @@ def packed_attention(
     q [B, T, N, H], k [B, T, K, H] and v [B, T, K, Hv], batch, sequence and heads split as the activation rules say;
     returns [B, T, N, Hv]. Where the sequence is split, `context` is "ulysses", with tokens in natural order, or "ring",
     with tokens in zigzag order (ring_attention.py). `softcap`, not with cuDNN, and `sinks` [N] as in `attend`. `chosen`
-    bool [B, T, T], of whole rows on each device and not with a ring: the keys that each query attends to.
+    bool [B, T, T], of whole rows on each device and not with a ring: the keys that each query attends to; [B, K, T, T]
+    those of each kv head, with whole rows alone.
     """
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
     options = {"scale": scale, "window": window} | ({"softcap": softcap} if softcap else {})
@@ -146,12 +148,18 @@ def packed_attention(
         run = functools.partial(ring_attention, implementation=implementation, **options)
 
     def local(q, k, v, segment_ids, sinks, chosen):
+        if chosen is not None and chosen.ndim == 4:
+            q, *rest, segment_ids = by_heads(q, k, v, segment_ids)
+            out = run(q, *rest, segment_ids, chosen=chosen.reshape(-1, *chosen.shape[2:]))
+            return from_heads(out, chosen.shape[1])
         return run(q, k, v, segment_ids, sinks=sinks, **({} if chosen is None else {"chosen": chosen}))
 
-    rows, each = rules.act.spec("batch", "whole_seq"), rules.act.spec("batch", None, None)
+    of_each = chosen is not None and chosen.ndim == 4
+    rows, each = rules.act.spec("batch", "whole_seq"), rules.act.spec("batch", *("kv_heads",) * of_each, None, None)
     specs = (heads, heads, heads, rows, rules.act.spec("heads"), each)
     value_dim = v.shape[-1]
     # Of cuDNN's kernels for narrower values not every version has those of other sizes.
     if implementation == "cudnn" and value_dim < q.shape[-1] and (q.shape[-1], value_dim) != LATENT:
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
+    chosen = jax.reshard(chosen, each) if of_each else chosen
     return shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks, chosen)[..., :value_dim]

@@ -1,7 +1,8 @@
 """Which blocks of tokens a query attends to where an indexer chooses them (Qwen4-Exp's QSA; transformers'
 modeling_qwen4_exp.py is the definition): every `block` tokens of a text have one key, the mean of theirs, normed and
-rotated as the first of them. Of the blocks that end before a query or with it, those with the highest scores are
-attended to, and the tokens behind the last of them always. ops/token_choice.py has the choice of tokens."""
+rotated as the first of them, or their sum by learned weights (GLM-5 Next). Of the blocks that end before a query or
+with it, those with the highest scores are attended to, and the tokens behind the last of them always.
+ops/token_choice.py has the choice of tokens."""
 
 import dataclasses
 import math
@@ -57,14 +58,84 @@ class BlockIndex:
         """Tokens that a text may have and every query still attends to all before it."""
         return (self.blocks + 1) * self.block - 1
 
+    def whole(self, positions: jax.Array) -> jax.Array:
+        """Of how many blocks, from a text's first on, queries at these positions choose some."""
+        return (positions + 1) // self.block
 
-def block_keys(index: BlockIndex, k: jax.Array, first: jax.Array) -> jax.Array:
-    """Of the tokens' keys k [B, J, block, H], whose first stand at `first` int32 [B, J]: [B, J, H]."""
-    mean = jnp.mean(k.astype(jnp.float32), axis=2).astype(k.dtype)
-    return rope(rms_norm(mean, index.scale, index.eps)[:, :, None], first, index.rope)[:, :, 0]
+    @property
+    def each_block(self) -> int:
+        """Numbers of which a block's score is made."""
+        return self.q.shape[2]
+
+    @property
+    def room(self) -> int:
+        """Blocks that are attended to at most, the one that is not complete among them."""
+        return self.blocks + 1
+
+    def of_blocks(self, k: jax.Array, first: jax.Array) -> jax.Array:
+        """Of the tokens' keys k [B, J, block, H], whose first stand at `first` int32 [B, J]: [B, J, H]."""
+        mean = jnp.mean(k.astype(jnp.float32), axis=2).astype(k.dtype)
+        return rope(rms_norm(mean, self.scale, self.eps)[:, :, None], first, self.rope)[:, :, 0]
+
+    def scored(self, q: jax.Array, weights: jax.Array | None, keys: jax.Array) -> jax.Array:
+        """q [B, T, N, H] of some queries and their part of `weighing`, keys [B, J, H] -> float32 [B, T, J]."""
+        del weights
+        return scores(q, jnp.ones(q.shape[:3], jnp.float32), keys)
+
+    weighing = None  # heads weigh alike
+    of_latents = False
 
 
-def chosen_in_rows(index: BlockIndex, positions: jax.Array, segment_ids: jax.Array, over: str = "") -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PooledIndex:
+    """The same of an indexer beside latent attention (GLM-5 Next): queries q [B, T, N, H], and of each token its key
+    and what it weighs of each number, side by side, k [B, T, 2 * H]; `scale` [block, H] is added to that by the token's
+    place in its block; what heads weigh, `weighing` float32 [B, T, N]."""
+
+    q: jax.Array
+    k: jax.Array
+    scale: jax.Array
+    blocks: int = dataclasses.field(metadata={"static": True})
+    block: int = dataclasses.field(metadata={"static": True})
+    weighing: jax.Array
+
+    of_latents = True
+
+    @property
+    def count(self) -> int:
+        """Tokens that a text may have and every query still attends to all before it."""
+        return (self.blocks + 1) * self.block - 1
+
+    def whole(self, positions: jax.Array) -> jax.Array:
+        """Of how many blocks, from a text's first on, queries at these positions choose some."""
+        return (positions + 1) // self.block
+
+    @property
+    def each_block(self) -> int:
+        """Numbers of which a block's score is made."""
+        return self.q.shape[2]
+
+    @property
+    def room(self) -> int:
+        """Blocks that are attended to at most, the one that is not complete among them."""
+        return self.blocks + 1
+
+    def of_blocks(self, k: jax.Array, first: jax.Array) -> jax.Array:
+        """k [B, J, block, 2 * H] of tokens -> [B, J, H]; nothing is rotated."""
+        del first
+        k, gate = jnp.split(k, 2, axis=-1)
+        shares = jax.nn.softmax(gate.astype(jnp.float32) + self.scale.astype(jnp.float32), axis=2)
+        return jnp.sum(shares.astype(k.dtype) * k, axis=2)
+
+    def scored(self, q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+        """q [B, T, N, H] of some queries and their weights [B, T, N], keys [B, J, H] -> float32 [B, T, J]."""
+        return scores(q.astype(jnp.float32), weights, keys.astype(jnp.float32))
+
+
+def chosen_in_rows(
+    index: BlockIndex | PooledIndex, positions: jax.Array, segment_ids: jax.Array, over: str = ""
+) -> jax.Array:
     """Which tokens of its row each query attends to, of its segment up to itself. The arrays of one device, positions
     and segment_ids int32 [B, T]; returns bool [B, T, T].
 
@@ -78,20 +149,22 @@ def chosen_in_rows(index: BlockIndex, positions: jax.Array, segment_ids: jax.Arr
     ends = Ends.of(at, of_keys, rate)
     J = ends.last.shape[1]
     inside = jnp.maximum(ends.last[:, :, None] - rate + 1 + jnp.arange(rate), 0).reshape(B, -1, 1)
-    keys = block_keys(index, jnp.take_along_axis(k, inside, axis=1).reshape(B, J, rate, -1), ends.first)
+    keys = index.of_blocks(jnp.take_along_axis(k, inside, axis=1).reshape(B, J, rate, -1), ends.first)
     last = jnp.arange(S) + rate - 1 - at % rate  # of the block that a token is of: its index in the row
     of_block = jnp.minimum(last // rate, J - 1)
     there = jnp.take_along_axis(ends.last, of_block, axis=1) == last
     there &= jnp.take_along_axis(ends.segment, of_block, axis=1) == of_keys
-    size = block_of(T, SCORES_BYTES // (4 * B * index.q.shape[2] * J))
+    size = block_of(T, SCORES_BYTES // (4 * B * index.each_block * J))
 
     def block(start):
         part = lambda a: jax.lax.dynamic_slice_in_dim(a, start, size, axis=1)  # noqa: E731
         q, own, place = part(index.q), part(segment_ids)[:, :, None], (first + start + jnp.arange(size))[:, None]
-        complete = (own == ends.segment[:, None]) & (ends.last[:, None] <= place)
-        found = highest(scores(q, jnp.ones(q.shape[:3], jnp.float32), keys), complete, index.blocks)
+        whole = index.whole(part(positions))[:, :, None] * rate
+        complete = (own == ends.segment[:, None]) & (ends.last[:, None] <= place) & (ends.first[:, None] < whole)
+        weights = None if index.weighing is None else part(index.weighing)
+        found = highest(index.scored(q, weights, keys), complete, index.blocks)
         found = jnp.take_along_axis(found, jnp.broadcast_to(of_block[:, None], (B, size, S)), axis=2) & there[:, None]
-        behind = at[:, None] >= ((part(positions) + 1) // rate * rate)[:, :, None]
+        behind = at[:, None] >= whole
         return (found | behind) & (own == of_keys[:, None]) & (jnp.arange(S) <= place)
 
     found = jax.lax.map(block, jnp.arange(0, T, size))  # [blocks, B, size, S]
@@ -100,7 +173,7 @@ def chosen_in_rows(index: BlockIndex, positions: jax.Array, segment_ids: jax.Arr
 
 
 def choose(
-    index: BlockIndex,
+    index: BlockIndex | PooledIndex,
     pools: dict[str, jax.Array],
     name: str,
     page_table: jax.Array,
@@ -114,30 +187,44 @@ def choose(
     valid bool [B, T]."""
     where = (page_table, positions, valid, first_page)
     pools = paged_attention.write(pools, {name: index.k[:, :, None]}, *where, implementation=implementation)
+    return among(index, pools, name, page_table, positions, first_page, implementation), pools
+
+
+def among(
+    index: BlockIndex | PooledIndex,
+    pools: dict[str, jax.Array],
+    name: str,
+    page_table: jax.Array,
+    positions: jax.Array,
+    first_page: jax.Array,
+    implementation: PagedAttention,
+) -> Selection | None:
+    """What queries choose of what is held up to `positions`; arguments as of `choose`."""
     held = pools[name], pools.get(name + SCALE)
     page_size = held[0].shape[order_of(name, held[0].dtype, implementation).index("s")]
     (B, T), S, rate = positions.shape, page_table.shape[1] * page_size, index.block
     if index.count >= S:
-        return None, pools
+        return None
 
-    def some(q, positions):
-        complete = ((positions + 1) // rate)[:, :, None]
-        found = _scored(index, q, positions, *held, page_table + first_page, page_size)
+    def some(q, positions, weights=None):
+        complete = index.whole(positions)[:, :, None]
+        found = _scored(index, q, weights, positions, *held, page_table + first_page, page_size)
         found = highest(found, jnp.arange(found.shape[2]) < complete, index.blocks)
         if implementation == "pallas":
             return _places(found, positions, page_table, page_size, index)
         behind = jnp.arange(S) >= complete * rate
         return jnp.repeat(found, rate, axis=2)[:, :, :S] | behind
 
+    queries = (index.q, positions) if index.weighing is None else (index.q, positions, index.weighing)
     size = block_of(T, max(1, AT_ONCE // (B * S)))
     if size == T:
-        return some(index.q, positions), pools
+        return some(*queries)
     in_blocks = lambda a: jnp.moveaxis(a.reshape(B, T // size, size, *a.shape[2:]), 1, 0)  # noqa: E731
-    found = jax.lax.map(lambda part: some(*part), (in_blocks(index.q), in_blocks(positions)))
-    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, T, *a.shape[3:]), found), pools
+    found = jax.lax.map(lambda part: some(*part), tuple(map(in_blocks, queries)))
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, T, *a.shape[3:]), found)
 
 
-def _scored(index: BlockIndex, q, positions, pool, scale, table, page_size: int) -> jax.Array:
+def _scored(index: BlockIndex | PooledIndex, q, weights, positions, pool, scale, table, page_size: int) -> jax.Array:
     """float32 [B, T, J] of all blocks that begin in pages, whole pages of keys at a time up to the last position of all
     rows; 0 beyond, and of blocks that are not complete something."""
     (B, T), rate, W = positions.shape, index.block, table.shape[1]
@@ -149,27 +236,27 @@ def _scored(index: BlockIndex, q, positions, pool, scale, table, page_size: int)
         pages = jax.lax.dynamic_slice_in_dim(table, i * (size // page_size), size // page_size, axis=1)
         k = numbers_of(pool[pages], None if scale is None else scale[pages], index.k.dtype)
         first = jnp.broadcast_to((i * each + jnp.arange(each)) * rate, (B, each))
-        keys = block_keys(index, k.reshape(B, each, rate, -1), first)
-        part = scores(q, jnp.ones(q.shape[:3], jnp.float32), keys)
+        part = index.scored(q, weights, index.of_blocks(k.reshape(B, each, rate, -1), first))
         return jax.lax.dynamic_update_slice_in_dim(found, part, i * each, axis=2)
 
     found = jnp.zeros((B, T, table.shape[1] * page_size // rate), jnp.float32)
     return jax.lax.fori_loop(0, jnp.max(positions) // size + 1, block, found)[..., : -(-W * page_size // rate)]
 
 
-def _places(found: jax.Array, positions, page_table, page_size: int, index: BlockIndex) -> Places:
-    """Of chosen blocks bool [B, T, J]."""
-    rate, unit = index.block, math.gcd(page_size, index.block)
+def _places(found: jax.Array, positions, page_table, page_size: int, index: BlockIndex | PooledIndex):
+    """Of chosen blocks bool [B, T, J]: Places, and beside latents what ops/paged_choice.py has, of each token."""
+    rate, unit = index.block, 1 if index.of_latents else math.gcd(page_size, index.block)
     (B, T), J, count = positions.shape, found.shape[2], jnp.sum(found, axis=2, dtype=jnp.int32)
     order = jax.lax.top_k(jnp.where(found, J - jnp.arange(J), 0), min(index.blocks, J))[0]  # the first blocks first
-    blocks = jnp.pad(J - order, ((0, 0), (0, 0), (0, index.blocks + 1 - order.shape[2])))
-    last = (positions + 1) // rate
-    column = jnp.arange(blocks.shape[2])
-    blocks = jnp.where(column == count[..., None], last[..., None], jnp.where(column < count[..., None], blocks, 0))
+    blocks = jnp.pad(J - order, ((0, 0), (0, 0), (0, index.room - order.shape[2])))
+    last, column = index.whole(positions)[..., None], jnp.arange(blocks.shape[2])
+    behind = last + column - count[..., None]  # which are attended to besides, one after the other
+    blocks = jnp.where(column < count[..., None], blocks, jnp.minimum(behind, positions[..., None] // rate))
     at = (blocks[..., None] * rate + jnp.arange(0, rate, unit)).reshape(B, T, -1)
     page = jnp.take_along_axis(page_table[:, None], jnp.minimum(at // page_size, page_table.shape[1] - 1), axis=2)
     first = page * (page_size // unit) + at % page_size // unit
-    return Places(first, count * rate + (positions + 1) % rate - 1, unit)
+    last = count * rate + positions - index.whole(positions) * rate
+    return {"slots": first, "number": last + 1} if index.of_latents else Places(first, last, unit)
 
 
 def attend(

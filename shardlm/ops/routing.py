@@ -26,6 +26,7 @@ class Router:
     scale           factor on all weights
     eps             beside the sum of the chosen ones, which they are divided by
     jitter          of sparsemixer, by which rivals are told
+    by_logits       the bias counts beside the logits in the choice, and not beside the scores (Kolibri 1)
     """
 
     scoring: Scoring = "softmax"
@@ -35,6 +36,7 @@ class Router:
     scale: float = 1.0
     eps: float = 1e-20
     jitter: float = 0.0
+    by_logits: bool = False
 
 
 def check_router(router: Router, num_experts: int, top_k: int) -> None:
@@ -63,10 +65,14 @@ def scores(logits: jax.Array, router: Router) -> jax.Array:
     return jax.nn.sigmoid(logits) if router.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
 
-def route(scores: jax.Array, bias: jax.Array | None, top_k: int, router: Router) -> tuple[jax.Array, jax.Array]:
+def route(
+    scores: jax.Array, bias: jax.Array | None, top_k: int, router: Router, logits: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """scores float32 [n, E] and a bias float32 [E] that counts in the choice only (https://arxiv.org/abs/2408.15664)
-    -> (weights float32 [n, k], experts int32 [n, k]), best first."""
-    preference = jax.lax.stop_gradient(scores if bias is None else scores + bias)
+    -> (weights float32 [n, k], experts int32 [n, k]), best first. `logits` [n, E], of which scores were made, where
+    the choice is by those."""
+    preferred = logits if router.by_logits else scores
+    preference = jax.lax.stop_gradient(preferred if bias is None else preferred + bias)
     if router.groups > 1:
         preference = jnp.where(_in_best_groups(preference, router), preference, -jnp.inf)
     experts = jax.lax.top_k(preference, top_k)[1]

@@ -16,12 +16,16 @@ from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
+from shardlm.layers.head_indexer import HeadIndexerConfig
 from shardlm.layers.hyper_connections import StreamsConfig
+from shardlm.layers.lightning import LightningConfig
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
+from shardlm.layers.pooled_indexer import PooledIndexerConfig
 from shardlm.layers.short_conv import ShortConvConfig
+from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.rules import BATCH_AXES, Rules, Table
@@ -124,6 +128,15 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "short convolutions in place of attention": any(
             isinstance(block.attention, ShortConvConfig) for block in shape.kinds
+        ),
+        "lightning attention": any(isinstance(block.attention, LightningConfig) for block in shape.kinds),
+        "layers that add to the stream behind its norm": any(block.of_normed for block in shape.kinds),
+        "mixtures that are added a layer later": isinstance(shape.streams, ShortcutConfig),
+        "queries that attend to chosen pools of tokens": any(
+            isinstance(getattr(block.attention, "indexer", None), PooledIndexerConfig) for block in shape.kinds
+        ),
+        "kv heads that attend to blocks of their own": any(
+            isinstance(getattr(block.attention, "indexer", None), HeadIndexerConfig) for block in shape.kinds
         ),
         "Mamba 2 beside attention in a layer": any(len(block.mixers) > 1 for block in shape.kinds),
     }

@@ -7,6 +7,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.attention import kv_heads_name
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.head_indexer import HeadIndexerConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.ngrams import NgramsConfig
 from shardlm.layers.short_conv import ShortConvConfig
@@ -76,6 +77,16 @@ def check_choice(mesh: MeshSpec, context_attention: str) -> None:
         raise ShardlmError(
             "context_attention=ring: its devices see a part of the keys at a time, and sparse attention chooses among "
             "all; set context_attention to auto or ulysses, or mesh.context to 1"
+        )
+
+
+def check_own_choices(model: TransformerConfig, mesh: MeshSpec) -> None:
+    """Refuses choices of each kv head over rows that are split, whose devices have other heads than choose."""
+    of_each = any(isinstance(getattr(block.attention, "indexer", None), HeadIndexerConfig) for block in model.kinds)
+    if of_each and mesh.context > 1:
+        raise ShardlmError(
+            f"context={mesh.context}: each kv head of the model attends to blocks of its own, for which devices have "
+            "whole rows; set mesh.context to 1 and give its devices to tensor, fsdp or data"
         )
 
 
@@ -162,6 +173,7 @@ def check_model(model: TransformerConfig, rules: Rules, context_attention: str =
     model.check_stages(rules.mesh.pipeline)
     if model.sparse or model.compressed:
         check_choice(rules.mesh, context_attention)
+        check_own_choices(model, rules.mesh)
     for block in model.kinds:
         heads = block.attention.num_heads, block.attention.num_kv_heads
         if block.memory:

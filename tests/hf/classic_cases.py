@@ -5,7 +5,7 @@ from reference_cases import FACTORS, MOE, rope
 LAYERNORMS = {"rms_norm_eps": None}
 TOKENS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SMALL = {**TOKENS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 48}
-ALONE = ("gpt_bigcode", "gptj", "dbrx", "bloom", "mpt")  # model_types that have other names for what is in SIZES
+OTHER_SIZES = ("gpt_bigcode", "gptj", "dbrx", "bloom", "mpt")  # model_types that have other names for what is in SIZES
 FOUR = {**LAYERNORMS, "num_key_value_heads": None}
 OWN_WIDTH = {**FOUR, "intermediate_size": None}
 # name -> (model_type, options besides SIZES)

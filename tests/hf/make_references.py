@@ -15,7 +15,7 @@ import tempfile
 
 import torch
 import transformers
-from classic_cases import ALONE, CLASSIC
+from classic_cases import CLASSIC, OTHER_SIZES
 from newest_cases import NEWEST
 from reference_cases import CASES, EXPERTS, GPT2
 from reference_parts import SIZES
@@ -26,21 +26,28 @@ UNTRAINED = re.compile(
     r"e_score_correction_bias|layer_scalar|\.expert_bias|moe\.router_bias|ffn\.gate\.(bias|tid2eid)|act_fn\.(beta|eps)"
     r"|ple_embedding\.(layer_multipliers|ngram_heads_)"
 )
-FIXED = ("rotary", "pos_emb", "attn.bias", "mup_vector")  # buffers that options make
+FIXED = ("rotary", "pos_emb", "attn.bias", "mup_vector", "slope_rate", "_decay")  # buffers that options make
 ROWS, LENGTH, NEW = 2, 24, 32
 EVERY = CASES | NEWEST | CLASSIC
+ALONE = {
+    "glm5_next": "Glm5NextTextModel",
+    "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
+    "mistral_large4": "MistralLarge4TextModel",
+    "muse_glimmer": "MuseGlimmerTextModel",
+    "step3p7": "Step3p5ForCausalLM",
+}
 
 
 def make(name: str, folder: pathlib.Path) -> None:
     model_type, options = EVERY[name]
     torch.manual_seed(sum(map(ord, name)) + int(os.environ.get("SHARDLM_REFERENCE_SEED", "0")))
-    sizes = {"gpt2": GPT2, **{kind: {} for kind in ALONE}}.get(model_type, SIZES)
+    sizes = {"gpt2": GPT2, **{kind: {} for kind in OTHER_SIZES}}.get(model_type, SIZES)
     config = transformers.CONFIG_MAPPING[model_type](**{**sizes, **options})
     # Eagerly, transformers adds Falcon's linear biases twice.
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     if model_type == "mistral4":  # which the Auto classes leave to what also sees
         model = transformers.Mistral4ForCausalLM(config)
-    elif model_type in ("mistral_large4", "step3p7"):  # of which transformers has no other
+    elif model_type in ALONE:  # of which transformers has no other
         model = transformers.AutoModelForImageTextToText.from_config(config)
         model.alone = True
     else:
@@ -145,13 +152,14 @@ def published_olmo_hybrid(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def without_sight(folder: pathlib.Path) -> None:
-    """Step 3.7 as Step 3.5 is published, and Mistral Large 4: the language model alone."""
+    """The language model alone: Step 3.7 as Step 3.5 is published, and those of ALONE."""
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    sight = ("vi", "patch_merger", "pre_mm_projector_norm")
+    sight = ("vi", "patch_merge", "pre_mm_projector_norm", "model.vis", "multi_modal_projector")
     tensors = {name: a for name, a in load_file(file).items() if not name.startswith(sight)}
+    tensors = {re.sub(r"^language_model\.", "", name): a for name, a in tensors.items()}
+    tensors = {name.replace("model.language_model.", "model."): a for name, a in tensors.items()}
     save_file(tensors, str(file), metadata={"format": "pt"})
-    named = {"mistral_large4": "MistralLarge4TextModel", "step3p7": "Step3p5ForCausalLM"}
-    alone = {"architectures": [named[config["model_type"]]], **config["text_config"]}
+    alone = {"architectures": [ALONE[config["model_type"]]], **config["text_config"]}
     (folder / "config.json").write_text(json.dumps(alone, indent=2) + "\n")
 
 
@@ -160,8 +168,25 @@ def published_hy_v4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {re.sub(r"(\.mlp\..*)linear_gate", r"\1gate_proj", name): a for name, a in tensors.items()}
 
 
+def published_longcat_flash(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without what transformers has for experts that give back what they read."""
+    experts = {name.split(".down_proj")[0] for name in tensors if ".experts." in name and "down_proj" in name}
+    return {
+        name: a
+        for name, a in tensors.items()
+        if ".experts." not in name or re.sub(r"\.(gate|up|down)_proj.*", "", name) in experts
+    }
+
+
+def published_minimax(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without buffers, which options make and bfloat16 rounds."""
+    return {name: a for name, a in tensors.items() if not name.endswith(("slope_rate", "_decay"))}
+
+
 # What transformers writes otherwise than checkpoints of these are published, and reads as published.
 PUBLISHED = {
+    "longcat_flash": published_longcat_flash,
+    "minimax": published_minimax,
     "deepseek_v4": published_deepseek_v4,
     "hy_v4": published_hy_v4,
     "kimi_linear": published_kimi_linear,

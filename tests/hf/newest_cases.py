@@ -1,6 +1,6 @@
 """The tiny models of the newest families, as reference_cases.py has those of others."""
 
-from reference_parts import DENSE_MLA, INDEXED, LONG, MLA, ROUTED, SIZES, WINDOWED, YARN, rope
+from reference_parts import DENSE_MLA, HYBRID, INDEXED, LONG, MLA, MOE, ROUTED, SIZES, WINDOWED, YARN, rope
 
 MISTRAL_LARGE4 = {
     **{name: value for name, value in {**SIZES, **MLA, **INDEXED}.items() if name != "q_lora_rank"},
@@ -12,6 +12,47 @@ MISTRAL_LARGE4 = {
     "kv_source_layers": [0, 1, 2, 3],
     "final_logit_softcapping": 5.0,
     "rope_parameters": {**YARN, "attention_factor": 1.0},
+}
+MUSE = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 5.0,
+    "post_norm_eps": 1e-3,  # which is felt where what layers make is little
+    "output_multiplier": 0.7,
+}
+GLM5_NEXT = {
+    **{name: value for name, value in {**SIZES, **MLA, **INDEXED}.items() if name != "first_k_dense_replace"},
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "qk_rope_head_dim": 0,
+    "index_kpool": 3,
+    "index_topk": 6,
+    "index_n_heads": 14,  # fewer give scores of 0, which are alike
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "hc_mult": 3,
+    "swiglu_limit": 0.4,
+}
+MINIMAX_M3 = {
+    **SIZES,
+    **MOE,
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "rotary_dim": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "dense_intermediate_size": 40,
+    "shared_intermediate_size": 20,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "index_block_size": 3,
+    "index_topk_blocks": 4,
+    "index_local_blocks": 2,
 }
 # name -> (model_type, options besides SIZES)
 NEWEST = {
@@ -55,6 +96,61 @@ NEWEST = {
         | {
             "vision_config": {"model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "image_size": 8}
             | {"intermediate_size": 16, "num_attention_heads": 2, "patch_size": 2, "head_dim": 8}
+        },
+    ),
+    "flint": (
+        "flint",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12, "sliding_window": 6}
+        | {"shared_expert_intermediate_size": 20, "layer_types": WINDOWED, "mlp_only_layers": [0]},
+    ),
+    "kolibri1": (
+        "kolibri1",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12, "sliding_window": 6}
+        | {"shared_expert_intermediate_size": 20, "layer_types": WINDOWED},
+    ),
+    "lara_mini": (
+        "lara_mini",
+        {**HYBRID, "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]}
+        | {"num_hidden_layers": 4, "sliding_window": 6, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "muse_glimmer": (
+        "muse_glimmer",  # without its sight, make_references.py
+        {"text_config": MUSE, "tie_word_embeddings": False}
+        | {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}},
+    ),
+    "minimax": (
+        "minimax",
+        {**MOE, "head_dim": 12, "block_size": 5, "num_hidden_layers": 4, "linear_attn_alpha_factor": 1.3}
+        | {"full_attn_alpha_factor": 1.2, "mlp_alpha_factor": 0.8}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "minimax_m3": (
+        "minimax_m3_vl",  # without its sight, make_references.py
+        {"text_config": MINIMAX_M3, "tie_word_embeddings": False, "projector_hidden_size": 16}
+        | {
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
+            | {"num_attention_heads": 2, "patch_size": 2}
+        },
+    ),
+    "longcat_flash": (
+        "longcat_flash",
+        {
+            **DENSE_MLA,
+            "num_hidden_layers": 4,
+            "intermediate_size": 40,
+            "moe_topk": 2,
+            "n_routed_experts": 4,
+            "head_dim": 8,
+        }
+        | {"zero_expert_num": 2, "expert_ffn_hidden_size": 24, "routed_scaling_factor": 1.5},
+    ),
+    "glm5_next": (
+        "glm5_next",  # without its sight, make_references.py
+        {"text_config": GLM5_NEXT, "tie_word_embeddings": False}
+        | {
+            "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "image_size": 8, "patch_size": 2}
+            | {"out_hidden_size": 32, "intermediate_size": 16, "projection_intermediate_size": 16}
         },
     ),
     "gpt_neox": (

@@ -72,7 +72,10 @@ def test_peft_computes_the_same_and_reads_what_is_written(name, tmp_path):
         peft.save(tmp_path / "written", opened.model, adapters, opened.source)
 
 
-@pytest.mark.parametrize("name", ["bailing_hybrid", "hy_v4", "lfm3", "mistral_large4", "sarvam_moe"])
+OWN_NAMES = ["glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3", "muse_glimmer"]
+
+
+@pytest.mark.parametrize("name", ["bailing_hybrid", "hy_v4", "lfm3", "mistral_large4", "sarvam_moe", *OWN_NAMES])
 def test_adapters_of_modules_that_transformers_calls_otherwise(name, tmp_path):
     """What is written for PEFT, by whose names, is read again, as what PEFT wrote itself is."""
     source = Pretrained(str((HERE / "references" / name).absolute())).pinned()

@@ -30,8 +30,10 @@ ALIKE += " granitemoe granitemoe_swa granitemoeshared helium hunyuan_moe hy_v3 i
 ALIKE += " hyperclovax jais2 cwm iquestcoder lfm3 mellum ministral sarvam_mla sarvam_moe vaultgemma"
 ALIKE += " opt galactica phi phimoe cohere stablelm stablelm_parallel falcon falcon_new gpt_bigcode minicpm3 dbrx gptj"
 ALIKE += " gpt_neo persimmon bloom mpt falcon_rw"
+ALIKE += " flint kolibri1 muse_glimmer"
 ALIKE = (ALIKE + " olmoe qwen2_moe seed_oss solar_open starcoder2 youtu").split()
 COSTLY = ["bailing_hybrid", "deepseek_v4", "gemma3n", "glm_moe_dsa", "hy_v4", "kimi_linear", "mistral_large4"]
+COSTLY += ["glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3"]
 COSTLY += ["qwen3_5_moe", "qwen4_exp"]
 COSTLY += ["bamba", "falcon_h1_norm", "lfm2_moe", "granitemoehybrid_moe", "nemotron_h_moe"]
 # float32 sums in another order (measured: up to 2e-5, Gemma 3's).
@@ -127,9 +129,12 @@ def written_back(reference: Reference, path: pathlib.Path) -> None:
 MESHED = ["llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmo2", "phi3", "glm4"]
 MESHED += ["nemotron_h", "gemma3", "gemma3n", "gemma4", "gemma4_moe"]
 MESHED += ["bailing_hybrid", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp"]
+MESHED += ["glm5_next", "kolibri1", "lara_mini", "longcat_flash", "minimax", "minimax_m3", "muse_glimmer"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY)) for name in MESHED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY + ALIKE)) for name in MESHED]
+)
 def test_a_family_on_a_mesh(name):
     reference = Reference(name, MeshSpec(fsdp=2, expert=2, tensor=2))
     assert np.abs(scored(reference) - reference.logits).max() < close(reference)

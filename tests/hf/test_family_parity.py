@@ -59,11 +59,15 @@ COSTLY = {  # 16 to 46 s of a core
     "deepseek_v4",  # entries of several tokens
     "qwen4_exp",  # rows of n-grams, streams, chosen blocks
     "kimi_linear",  # decays of each number of a key
+    "glm5_next",  # chosen pools of tokens, streams whose mean is taken
+    "minimax",  # lightning attention
 }
 EXPERTS = MeshSpec(fsdp=2, expert=2, tensor=2)
 # And blocks without a feed-forward layer, experts that read a latent, a group of queries and keys that devices share.
 WIDE = [(family, LONG) for family in [*sorted(COSTLY), "falcon_h1_norm", "granitemoehybrid"]]
-WIDE += [("nemotron_h", EXPERTS), ("lfm2_moe", EXPERTS)]
+WIDE += [("nemotron_h", EXPERTS), ("lfm2_moe", EXPERTS), ("longcat_flash", EXPERTS), ("minimax_m3", EXPERTS)]
+WIDE += [("muse_glimmer", LONG), ("lara_mini", LONG), ("kolibri1", EXPERTS), ("flint", EXPERTS)]
+WIDE += [("longcat_flash", MeshSpec(pipeline=2, tensor=2)), ("longcat_flash", LONG)]
 CASES = [
     ("qwen3_moe", EXPERTS),
     ("gemma3", LONG),

@@ -144,6 +144,22 @@ def options_of(name: str) -> dict:
             r"no_rope_layers=\[1\]; it needs num_hidden_layers=4 of 0, 1, or",
         ),
         ("hy_v4", {"n_group": 2}, "n_group=2, which is not supported; supported: 1"),
+        ("lara_mini", {"layer_types": ["conv"] * 4}, "num_hidden_layers=4 of full_attention, linear_attention, slid"),
+        ("muse_glimmer", {"layer_rope_theta": [500.0] * 4}, "it needs num_hidden_layers=4 of 0 and rope_theta=10000"),
+        ("minimax", {"mlp_beta_factor": 2}, "mlp_beta_factor=2, which is not supported; supported: 1"),
+        ("minimax", {"layer_types": None, "attn_type_list": [0, 2, 1, 0]}, "needs num_hidden_layers=4 of full_att"),
+        ("minimax", {"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported; supported: 'silu'"),
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy', which is not supported; supported"),
+        ("longcat_flash", {"num_layers": 0}, "num_layers=0; it needs a whole number of at least 1"),
+        ("minimax_m3", {"index_n_heads": 4}, "index_n_heads=4; supported: num_key_value_heads=2"),
+        ("minimax_m3", {"swiglu_limit": 5.0}, "swiglu_limit=5.0, which is not supported; supported: 7.0"),
+        ("minimax_m3", {"layer_types": ["conv"] * 4}, "num_hidden_layers=4 of minimax_m3_sparse, full_attention"),
+        ("minimax_m3", {"index_topk_blocks": 2}, "blocks=2, block=3, last=2: each must be at least 1, and blocks more"),
+        ("glm5_next", {"indexer_types": ["full"] * 3 + ["shared"]}, "of layers that attend to tokens full: each ch"),
+        ("glm5_next", {"index_kpool_always_select_tail": False}, "=False, which is not supported; supported: True"),
+        ("glm5_next", {"layer_types": ["linear_attention"]}, "it needs num_hidden_layers=4 of linear_attention, ind"),
+        ("glm5_next", {"index_topk": 7}, "budget=7, block=3: each must be at least 1, and budget a multiple of block"),
+        ("glm5_next", {"swiglu_limit": 0.0}, "swiglu_limit=0.0; it needs a number above 0"),
         ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "=4, which is not supported; supported: 2"),
         ("step3p5", {"attention_other_setting": {"head_dim": 4}}, "supported: other heads of queries alone"),
         (
@@ -203,6 +219,24 @@ def test_a_published_form_gives_the_same_model():
         "attention_other_setting": {"num_attention_heads": 6},
     }
     assert registry.transformer(published) == registry.transformer(written)
+    written = options_of("minimax")
+    aside = ("layer_types", "rope_parameters", "block_size", *(name for name in written if name.endswith("_factor")))
+    published = {name: value for name, value in written.items() if name not in aside}
+    published |= {"model_type": "minimax_m1", "attn_type_list": [0, 0, 1, 0], "rope_theta": 1e6, "rotary_dim": 12}
+    published |= {"postnorm": True, "layernorm_linear_attention_alpha": 1.3, "layernorm_full_attention_alpha": 1.2}
+    published |= {"layernorm_mlp_alpha": 0.8, "layernorm_mlp_beta": 1.0, "shared_intermediate_size": 0}
+    assert registry.transformer(published) == registry.transformer(written)
+    written = options_of("minimax_m3")
+    aside = ("layer_types", "mlp_layer_types", *(name for name in written if name.startswith("index_")))
+    published = {name: value for name, value in written.items() if name not in aside} | {"hidden_act": "swigluoai"}
+    sizes = {"sparse_num_index_heads": 2, "sparse_index_dim": 12, "sparse_block_size": 3, "sparse_topk_blocks": 4}
+    sizes |= {"sparse_local_block": 2, "sparse_attention_freq": [0, 1, 1, 1]}
+    published |= {"sparse_attention_config": sizes, "moe_layer_freq": [0, 1, 1, 1]}
+    assert registry.transformer(published) == registry.transformer(written)
+    written = options_of("glm5_next")
+    published = {name: value for name, value in written.items() if not name.startswith("linear_")}
+    sizes = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0}
+    assert registry.transformer(published | {"linear_attn_config": sizes}) == registry.transformer(written)
     written = options_of("hunyuan_moe")
     published = {"moe_topk": [2] * 3, "num_experts": [4] * 3, "moe_intermediate_size": [48] * 3, "use_cla": False}
     assert registry.transformer(written | published) == registry.transformer(written)
@@ -279,6 +313,11 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
             "no formulas for rotations by frequencies that are learned, which this model has: choose",
         ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
+        ("minimax", {}, "no formulas for lightning attention and layers that add to the stream behind its norm, which"),
+        ("longcat_flash", {}, "no formulas for mixtures that are added a layer later, which this model has: choose"),
+        ("minimax_m3", {}, "no formulas for kv heads that attend to blocks of their own, which this model has"),
+        ("minimax_m3", {"mesh": MeshSpec(context=2)}, "context=2: each kv head of the model attends to blocks of its"),
+        ("glm5_next", {}, "no formulas for queries that attend to chosen pools of tokens, which this model has"),
         (
             "qwen4_exp",
             {},

@@ -10,7 +10,7 @@ import numpy as np
 from shardlm.layers.context import INDEX
 from shardlm.ops import block_choice, paged_attention
 from shardlm.ops.attention import attend
-from shardlm.ops.block_choice import BlockIndex, Places, block_keys
+from shardlm.ops.block_choice import BlockIndex, Places
 from shardlm.ops.kv_format import order_of, pool_shape
 from shardlm.ops.rope import Rope
 
@@ -29,7 +29,7 @@ def by_a_loop(index: BlockIndex, row: int, first: int, stop: int) -> np.ndarray:
     found = np.zeros((length, length), bool)
     whole = length // rate
     k = index.k[row : row + 1, first : first + whole * rate].reshape(1, whole, rate, WIDTH)
-    keys = np.asarray(block_keys(index, k, jnp.arange(whole)[None] * rate))[0]
+    keys = np.asarray(index.of_blocks(k, jnp.arange(whole)[None] * rate))[0]
     for t in range(length):
         complete = (t + 1) // rate
         score = np.maximum(np.asarray(index.q[row, first + t]) @ keys[:complete].T, 0).sum(0)

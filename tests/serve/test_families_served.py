@@ -38,9 +38,10 @@ SAMPLE = [  # of what differs, linear attention among it; each on another mesh
 # These begin at the start of a text, so that no pages are shared.
 MEMORIES = ["bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"]
 MEMORIES += ["bamba", "granitemoehybrid", "granitemoehybrid_moe", "nemotron_h", "nemotron_h_moe"]
-MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe", "lfm3"]
+MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe", "lfm3", "glm5_next", "lara_mini", "minimax"]
 ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_large4")
-ROUTED += ("qwen3_moe", "qwen4_exp", "gpt_oss")
+NEWEST = ("flint", "glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3")
+ROUTED += ("qwen3_moe", "qwen4_exp", "gpt_oss", *NEWEST)
 # llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
 # All that a server runs of these is in the others.
 ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
@@ -48,13 +49,15 @@ ALSO = "exaone_moe flex_olmo glm4_moe_lite hy_v3 nemotron solar_open starcoder2 
 # And of these: norms, factors and activations apart, which are the same in scoring.
 FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium hunyuan_moe internlm3 nanochat olmo"
 FURTHER += " galactica falcon_new falcon_rw mpt gpt_bigcode dbrx gptj minicpm3 persimmon stablelm"
-FURTHER += " hyperclovax jais2 cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma"
+FURTHER += " hyperclovax jais2 cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma kolibri1"
 LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 # A head of keys that all devices have, norms of each head, a bias of the head, rows before the first position, slopes.
 MESHED += [(name, TENSOR) for name in ("falcon", "cohere", "phi", "opt", "stablelm_parallel", "bloom")]
+MESHED += [("muse_glimmer", spec) for spec in (TENSOR, PIPELINE)]
+MESHED += [(name, spec) for name in NEWEST for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse
