@@ -106,6 +106,12 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("../mtp_reference", {"tensor": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
         ("../hybrid_mtp_references/qwen3_5_moe", {"expert": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
         ("qwen3_5", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3_next")} | DRAFTED}),
+        ("lfm2_moe", {"expert": 2}, {}),
+        ("falcon_h1", {"tensor": 2}, {}),
+        ("gemma3n", {"tensor": 2}, {}),
+        ("bailing_hybrid", {"tensor": 2}, {}),
+        ("hy_v4", {"tensor": 2}, {}),
+        ("mistral_large4", {"tensor": 2}, {}),
     ],
 )
 def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, options, monkeypatch):
@@ -134,7 +140,7 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
         assert bytes_by_device(held[0]) == {last.weights} and bytes_by_device(held) == {last.held}
     elif mesh.pipeline == 1:
         assert bytes_by_device(runner.params) == {last.weights}
-        assert bytes_by_device(runner._state.pages) == {last.pages}
+        assert bytes_by_device(runner._state.pages) == {last.pages + last.memories}
         assert bytes_by_device(runner._state.slots) == {last.slots}
     else:
         for stage, params, state in zip(plan.stages, runner._parts, runner._state, strict=True):
