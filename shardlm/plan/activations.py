@@ -12,10 +12,12 @@ from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
 from shardlm.plan import compressed_attention, linear_attention
-from shardlm.plan.attention import heads_given, keeps_heads
+from shardlm.plan.attention import gates_of, heads_given, keeps_heads
+from shardlm.plan.changed import changed
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.sparse_attention import chosen_bytes
 
@@ -76,8 +78,20 @@ class Layer:
     products: int = 2
 
 
+# What a layer has of each of what mixes tokens in it.
+OF_MIXERS = "queries", "keys", "values", "output", "exchanged", "gate", "rule", "rule_kept"
+
+
 def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     """The sizes of a block's activations."""
+    if not block.memory:
+        return _of_one(block, sketch)
+    first, beside = (_of_one(changed(block, attention=mixer, memory=None), sketch) for mixer in block.mixers)
+    return changed(first, **{name: getattr(first, name) + getattr(beside, name) for name in OF_MIXERS})
+
+
+def _of_one(block: BlockConfig, sketch: Sketch) -> Layer:
+    """The same where one thing mixes tokens."""
     D, tensor, attention = sketch.shape.embed_dim, sketch.mesh.tensor, block.attention
     nbytes = sketch.tokens * itemsize(sketch)  # of a number for each token
     heads, kv = attention.num_heads / tensor, max(1, attention.num_kv_heads / tensor)
@@ -94,7 +108,7 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     return Layer(
         stream=nbytes * D / tensor * streams,
         whole=nbytes * D,
-        queries=nbytes * (kv if isinstance(attention, DeltaNetConfig) else heads) * attention.head_dim,
+        queries=nbytes * _query_heads(attention, heads, kv) * attention.head_dim,
         keys=nbytes * kv * attention.head_dim,
         values=nbytes * _value_heads(attention, heads, kv) * attention.value_dim,
         output=nbytes * heads * attention.value_dim,
@@ -113,6 +127,13 @@ def layer(block: BlockConfig, sketch: Sketch) -> Layer:
     )
 
 
+def _query_heads(attention, heads: float, kv: float) -> float:
+    """Of one device; a short convolution has what is convolved, its gate, and that of what is made."""
+    if isinstance(attention, ShortConvConfig):
+        return 0.0
+    return kv if isinstance(attention, DeltaNetConfig) else heads
+
+
 def _value_heads(attention, heads: float, kv: float) -> float:
     """Of one device; with entries of several tokens keys are values too."""
     if isinstance(attention, CompressedConfig):
@@ -126,15 +147,10 @@ def _gated(attention: AttentionConfig | MlaConfig | DeltaNetConfig, sketch: Sket
     if isinstance(attention, CompressedConfig):
         return {"rule_kept": SCORE_KEPT * compressed_attention.Blocks.of(attention, sketch).scores}
     if not isinstance(attention, DeltaNetConfig):
-        gates = attention.gates if isinstance(attention, AttentionConfig) else 0
-        found = {"gate": each * gates} if gates else {"rule_kept": chosen_bytes(attention, sketch)}
+        found = {"gate": each * gates_of(attention), "rule_kept": chosen_bytes(attention, sketch)}
         return found | ({"heads": heads_given(sketch, attention)} if keeps_heads(sketch) else {})
-    rule, narrow = linear_attention.Rule.of(attention, sketch), linear_attention.convolved_bytes(attention, sketch)
-    return {
-        "gate": each * attention.num_heads * attention.value_dim,
-        "rule": linear_attention.at_work(rule, narrow),
-        "rule_kept": linear_attention.held(rule, narrow),
-    }
+    rule, held = linear_attention.needs(attention, sketch)
+    return {"gate": each * attention.num_heads * attention.value_dim, "rule": rule, "rule_kept": held}
 
 
 def _latent_dims(attention, sketch: Sketch) -> int:

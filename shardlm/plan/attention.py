@@ -42,6 +42,11 @@ def heads_given(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> float
     return sketch.tokens * attention.num_heads / sketch.mesh.tensor * (sketch.itemsize * width + 4)
 
 
+def gates_of(attention: AttentionConfig | MlaConfig) -> int:
+    """Numbers of a token that open the outputs of all heads."""
+    return attention.gates * (attention.num_heads if isinstance(attention, MlaConfig) else 1)
+
+
 def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) -> Iterator[tuple[str, float, float]]:
     """(name, columns, summed) on one device."""
     N = attention.num_heads / tensor
@@ -54,6 +59,8 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
             yield "queries", N * H, D
         yield "latent", (R + attention.rope_dim) / tensor, D
         yield "keys and values", N * (attention.nope_dim + attention.value_dim), R
+        if attention.gates:
+            yield "gate", N * attention.gates, D
         yield "output", D, N * attention.value_dim
         return
     K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere

@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 
+from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
@@ -13,7 +14,15 @@ from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE
 from shardlm.ops.expert_dispatch import choose as choose_exchange
-from shardlm.plan import attention, compressed_attention, linear_attention, program_memory, sparse_attention, streams
+from shardlm.plan import (
+    altup,
+    attention,
+    compressed_attention,
+    linear_attention,
+    program_memory,
+    sparse_attention,
+    streams,
+)
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
@@ -187,16 +196,8 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
     """Forward, once."""
     D, tensor, tokens = sketch.shape.embed_dim, sketch.mesh.tensor, sketch.tokens
     matmul = functools.partial(_matmul, sketch)
-    if isinstance(block.attention, DeltaNetConfig):
-        for what, n, k in linear_attention.projections(block.attention, D, tensor):
-            yield matmul("linear attention", what, tokens, n, k)
-        yield from linear_attention.products(linear_attention.Rule.of(block.attention, sketch))
-    elif isinstance(block.attention, CompressedConfig):
-        yield from compressed_attention.operations(sketch, block.attention, matmul)
-    else:
-        yield from attention.operations(sketch, block.attention, matmul, ours)
-        if own := sparse_attention.chooser_of(block.attention, sketch):
-            yield from sparse_attention.operations(sketch, own, block.attention.q_latent_dim, matmul)
+    for mixer in block.mixers:
+        yield from _mixing(sketch, mixer, matmul, ours)
     if isinstance(block.mlp, MlpConfig):
         F = block.mlp.mlp_dim / tensor
         yield matmul("mlp", "up", tokens, F * (2 if block.mlp.gated else 1), D)
@@ -208,10 +209,26 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         P = block.inputs.dim
         yield matmul("mlp", "gate of the layer's input", tokens / tensor, P, D)
         yield matmul("mlp", "layer's input", tokens / tensor, D, P)
-    if block.streams:
+    if isinstance(block.streams, AltUpConfig):
+        yield from altup.operations(block.streams, sketch, matmul)
+    elif block.streams:
         yield from streams.operations(block.streams, sketch)
     norms = (4 if block.norms == "both" else 2) if block.mlp.there else 1
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
+
+
+def _mixing(sketch: Sketch, mixer, matmul, ours: bool) -> Iterator[Op]:
+    """Of attention, or of what is in its place or beside it."""
+    if isinstance(mixer, DeltaNetConfig):
+        for what, n, k in linear_attention.projections(mixer, sketch.shape.embed_dim, sketch.mesh.tensor):
+            yield matmul("linear attention", what, sketch.tokens, n, k)
+        yield from linear_attention.operations(mixer, sketch)
+    elif isinstance(mixer, CompressedConfig):
+        yield from compressed_attention.operations(sketch, mixer, matmul)
+    else:
+        yield from attention.operations(sketch, mixer, matmul, ours)
+        if own := sparse_attention.chooser_of(mixer, sketch):
+            yield from sparse_attention.operations(sketch, own, mixer.q_latent_dim, matmul)
 
 
 def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
@@ -308,9 +325,8 @@ def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
     if ours and sketch.gpu.generation != "cpu":
         read = program_memory.of_losses(sketch)
         yield Op("head", "softmax", "memory", 0, read, run.passes, run.passes, in_stages=run.idle > 1)
-    if shape.streams:
-        of_head = streams.weights(shape.streams, sketch, shape.streams.count, "streams joined")
-        yield changed(of_head, count=3 * run.passes, forward=run.passes)
+    for of_ends in _of_streams(sketch):
+        yield changed(of_ends, count=3 * run.passes, forward=run.passes)
     if shape.inputs:
         made = _matmul(
             sketch, "embedding", "layers' inputs", tokens / mesh.tensor, shape.num_layers * shape.inputs.dim, D
@@ -318,6 +334,15 @@ def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
         yield changed(made, count=3 * run.passes, forward=run.passes, in_stages=run.idle > 1)
     read = 3 * sketch.itemsize * tokens / mesh.tensor * D
     yield Op("embedding", "lookup", "memory", 0, read, 2 * run.passes, run.passes, in_stages=run.idle > 1)
+
+
+def _of_streams(sketch: Sketch) -> Iterator[Op]:
+    """Products of several streams outside the layers."""
+    own = sketch.shape.streams
+    if isinstance(own, AltUpConfig):
+        yield from altup.at_ends(own, sketch, functools.partial(_matmul, sketch))
+    elif own:
+        yield streams.weights(own, sketch, own.count, "streams joined")
 
 
 def _optimizer(sketch: Sketch) -> Iterator[Op]:

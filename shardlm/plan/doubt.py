@@ -3,6 +3,7 @@
 
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.adapted import ALL, WAITING
 from shardlm.plan.linear_attention import Rule
@@ -58,6 +59,12 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
             shape.compressed and (config.lora.rank > 0 or config.optim.name == "muon")
         ),
         **_of_linear_attention(sketch),
+        "Mamba 2 beside attention was compared over fsdp and tensor with remat=full and one microbatch alone": (
+            shape.both and _other_than(sketch, "tensor")
+        ),
+        "short convolutions were compared over fsdp and tensor with remat=full and one microbatch alone": (
+            _convolves(sketch) and _other_than(sketch, "tensor")
+        ),
         "chosen tokens with remat=dots, in stages or shared by layers were not compared": (
             any(chosen_bytes(block.attention, sketch) for block in shape.kinds)
             and (config.remat == "dots" or sketch.mesh.pipeline > 1 or shape.shared_choice)
@@ -99,13 +106,13 @@ def _of_linear_attention(sketch: Sketch) -> dict[str, bool]:
         ),
         "Mamba 2 that XLA computes, not kernels, was not compared": not all(rule.kernels for rule in mamba),
         "the gated delta rule by kernels over context > 2 needed 13% less (1 compiled program)": (
-            sketch.mesh.context > 2 and bool(shape.memories) and not mamba and not _by_channel(sketch)
+            sketch.mesh.context > 2 and shape.remembers and not mamba and not _by_channel(sketch)
         ),
         "linear attention over several hosts needed 9% less (1 compiled program)": (
-            bool(shape.memories) and sketch.num_gpus > sketch.gpus_per_host
+            shape.remembers and sketch.num_gpus > sketch.gpus_per_host
         ),
         "linear attention with remat=none in two repeats of a pattern needed 6% less (1 compiled program)": (
-            bool(shape.memories) and config.remat == "none" and max(one.repeats for one in shape.segments) < 3
+            shape.remembers and config.remat == "none" and max(one.repeats for one in shape.segments) < 3
         ),
     }
 
@@ -113,7 +120,7 @@ def _of_linear_attention(sketch: Sketch) -> dict[str, bool]:
 def _without_loop(sketch: Sketch) -> bool:
     """Whether layers are in no loop in a run of a kind that recorded programs are of."""
     config, shape = sketch.config, sketch.shape
-    dense = not exchanges(sketch) and not _latent(sketch) and not shape.memories and shape.num_layers <= 16
+    dense = not exchanges(sketch) and not _latent(sketch) and not shape.remembers and shape.num_layers <= 16
     alone = sketch.passes == sketch.mesh.pipeline == 1 and sketch.num_gpus <= sketch.gpus_per_host
     return dense and alone and (config.unroll, config.remat, config.lora.rank) == (0, "dots", 0)
 
@@ -138,13 +145,25 @@ def _unlike(sketch: Sketch) -> bool:
     compared = _by_channel(sketch) or any(_summed(sketch))
     experts = any(block.mlp.num_experts for block in sketch.shape.kinds) and not compared
     both_ways = sketch.mesh.pipeline > 1 and sketch.schedule.both_ways
-    return bool(sketch.shape.memories) and (experts or sketch.config.lora.rank > 0 or both_ways)
+    return sketch.shape.remembers and (experts or sketch.config.lora.rank > 0 or both_ways)
+
+
+def _convolves(sketch: Sketch) -> bool:
+    return any(isinstance(mixer, ShortConvConfig) for block in sketch.shape.kinds for mixer in block.mixers)
+
+
+def _other_than(sketch: Sketch, *axes: str) -> bool:
+    """Whether a run is of another kind than over fsdp and these axes, with remat=full and one microbatch, without
+    adapters."""
+    config, used = sketch.config, {axis for axis, size in sketch.mesh.sizes().items() if size > 1}
+    plain = config.remat == "full" and sketch.passes == 1 and not config.lora.rank
+    return not plain or bool(used - {"fsdp", *axes})
 
 
 def _summed(sketch: Sketch) -> list[Rule]:
     """Of the layers of Mamba 2."""
-    found = (block.attention for block in sketch.shape.kinds if isinstance(block.attention, MambaConfig))
-    return [Rule.of(attention, sketch) for attention in found]
+    found = (mixer for block in sketch.shape.kinds for mixer in block.mixers if isinstance(mixer, MambaConfig))
+    return [Rule.of(mixer, sketch) for mixer in found]
 
 
 def _by_channel(sketch: Sketch) -> bool:

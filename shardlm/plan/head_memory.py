@@ -69,7 +69,7 @@ def zeros_behind(sketch: Sketch, parts: Parts) -> float:
         return 0
     if sketch.num_gpus > sketch.gpus_per_host:
         return parts.resting
-    if sketch.passes > 1 or sketch.shape.memories:  # of linear attention and several microbatches all (compiled)
+    if sketch.passes > 1 or sketch.shape.remembers:  # of linear attention and several microbatches all (compiled)
         return 0
     layers = (w for w in sketch.weights if w.trained and w.segment is not None and ".mlp." not in w.path)
     return MASTER * sum(weight.numbers(sketch.rules.rest) for weight in layers)

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
+from shardlm.layers.short_conv import ShortConvConfig
+from shardlm.mesh import MeshSpec
 from shardlm.ops.channel_delta_chunks import BLOCK
 from shardlm.ops.gated_delta import CHUNK, SUMMED
 from shardlm.ops.summed_sizes import has_kernels
 from shardlm.ops.unit_inverse import WHOLE
-from shardlm.plan import delta_kernels, summed_states
+from shardlm.plan import delta_kernels, short_convs, summed_states
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch
@@ -103,11 +105,40 @@ def key_heads(attention: DeltaNetConfig, ways: int) -> int:
 
 
 def divides(attention: DeltaNetConfig, ways: int) -> bool:
-    """Whether heads can be split over so many devices (train/check.py): of Mamba 2 these may share groups."""
+    """Whether heads can be split over so many devices (train/check.py): of Mamba 2 these may share groups. Short
+    convolutions are split over tensor alone (`ways_of`)."""
     N, K = attention.num_heads, attention.num_kv_heads
     if isinstance(attention, MambaConfig):
         return N % ways == 0 and 0 in (K % ways, ways % K)
     return K % ways == 0
+
+
+def ways_of(attention: DeltaNetConfig, mesh: MeshSpec) -> int:
+    """Devices that split heads: of context those that exchange rows for them."""
+    return mesh.tensor if isinstance(attention, ShortConvConfig) else mesh.size("tensor", "context")
+
+
+def operations(attention: DeltaNetConfig, sketch: Sketch) -> Iterator[Op]:
+    """The rule's of a layer in a training step."""
+    if not isinstance(attention, ShortConvConfig):
+        yield from products(Rule.of(attention, sketch))
+
+
+def moved_by(attention: DeltaNetConfig, sketch: Sketch) -> Iterator[Op]:
+    """What moves memory besides."""
+    if isinstance(attention, ShortConvConfig):
+        yield short_convs.moved(short_convs.convolved_bytes(attention, sketch))
+    else:
+        yield from moved(Rule.of(attention, sketch), convolved_bytes(attention, sketch))
+
+
+def needs(attention: DeltaNetConfig, sketch: Sketch) -> tuple[float, float]:
+    """(`at_work`, `held`) of a layer in a training step."""
+    if isinstance(attention, ShortConvConfig):
+        narrow = short_convs.convolved_bytes(attention, sketch)
+        return short_convs.AT_WORK * narrow, short_convs.HELD * narrow
+    rule, narrow = Rule.of(attention, sketch), convolved_bytes(attention, sketch)
+    return at_work(rule, narrow), held(rule, narrow)
 
 
 def held(rule: Rule, narrow: float) -> float:
@@ -132,9 +163,16 @@ def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tupl
     """(name, columns, summed) on one device."""
     N, K, H = attention.num_heads / tensor, attention.num_kv_heads / tensor, attention.head_dim
     values = N * attention.value_dim
+    if isinstance(attention, ShortConvConfig):
+        yield from short_convs.projections(attention, D, tensor)
+        return
     if isinstance(attention, MambaConfig):  # fewer groups than devices are made on all
         K = attention.num_kv_heads if attention.num_kv_heads % tensor else K
         yield "queries, keys, values, gate and steps", 2 * K * H + 2 * values + N, D
+        yield "output", D, values
+        return
+    if attention.straight:
+        yield "queries, keys, values, gate, decays and rates", 2 * K * H + 2 * values + N * H + N, D
         yield "output", D, values
         return
     if attention.by_channel:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.stack import Segment
 from shardlm.plan.activations import Kinds, Layer, exchanges, kept
 from shardlm.plan.linear_attention import Rule
@@ -39,7 +40,7 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
 def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment) -> Kinds:
     one = max(pattern, key=lambda each: each.rule)
     again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and segment.repeats > 2
-    by_channel = any(getattr(block.attention, "by_channel", False) for block in segment.pattern)
+    by_channel = any(getattr(mixer, "by_channel", False) for mixer in _mixers(segment))
     by_kernels = any(Rule.of(attention, sketch).kernels for attention in _of_mamba(segment))
     late = _late(sketch, pattern, segment) if again else (one,)
     waiting = pattern if by_channel else late if by_kernels else (one,)
@@ -57,7 +58,7 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
         "experts": _experts(sketch, late),
         "weights in use": parts.largest * (1.5 * len(pattern) if parts.gathers else 1),
     }
-    ways = [Rule.of(block.attention, sketch) for block in segment.pattern if _of_delta(block.attention)]
+    ways = [Rule.of(mixer, sketch) for mixer in _mixers(segment) if _of_delta(mixer)]
     if not (again and any(way.kernels for way in ways)):
         return kinds
     # Of several microbatches those that were made again are there besides (16 layers of 9B: 7% of all).
@@ -75,7 +76,7 @@ def _made_again(sketch: Sketch, layers: Sequence[Layer]) -> Kinds:
 
 
 def _of_delta(attention) -> bool:
-    return isinstance(attention, DeltaNetConfig) and not isinstance(attention, MambaConfig)
+    return isinstance(attention, DeltaNetConfig) and not isinstance(attention, MambaConfig | ShortConvConfig)
 
 
 def _in_turn(sketch: Sketch, segment: Segment) -> bool:
@@ -87,8 +88,11 @@ def _in_turn(sketch: Sketch, segment: Segment) -> bool:
 
 def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequence[Layer]:
     """Those whose arrays wait for the products that make weights' gradients: all, but in stages one. Of Mamba 2 two: in
-    stages, where devices share groups, and where either tensor or context splits heads (9 of 20 compiled programs)."""
+    stages, where devices share groups, and where either tensor or context splits heads (9 of 20 compiled programs); of
+    short convolutions where tensor does."""
     pipelined = sketch.mesh.pipeline > 1
+    if any(isinstance(mixer, ShortConvConfig) for mixer in _mixers(segment)) and sketch.mesh.tensor > 1:
+        return sorted(pattern, key=lambda one: one.rule + one.hidden)[-2:]
     if not _of_mamba(segment):
         return (max(pattern, key=lambda one: one.rule),) if pipelined else pattern
     if pipelined or _shared(sketch, segment) or _one_axis(sketch):
@@ -97,7 +101,12 @@ def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequenc
 
 
 def _of_mamba(segment: Segment) -> set[MambaConfig]:
-    return {block.attention for block in segment.pattern if isinstance(block.attention, MambaConfig)}
+    return {mixer for mixer in _mixers(segment) if isinstance(mixer, MambaConfig)}
+
+
+def _mixers(segment: Segment) -> list:
+    """Of all layers of a pattern, what mixes tokens."""
+    return [mixer for block in segment.pattern for mixer in block.mixers]
 
 
 def _shared(sketch: Sketch, segment: Segment) -> bool:

@@ -11,10 +11,12 @@ from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
 from shardlm.plan import sparse_attention as choosing
 from shardlm.plan.compressed_attention import chooser_of, numbers
+from shardlm.plan.short_convs import tokens_before
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import (
     GATHER,
@@ -103,7 +105,8 @@ def _layer(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     if isinstance(block.mlp, MoeConfig) and mesh.expert > 1:
         yield from _experts(sketch, block, runs)
     if mesh.context > 1:
-        yield from _context(sketch, block.attention, runs)
+        for mixer in block.mixers:
+            yield from _context(sketch, mixer, runs)
 
 
 def stream_bytes(sketch: Sketch) -> float:
@@ -195,7 +198,7 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     scattered forward, and the gradient of what was gathered."""
     mesh, item, D = sketch.mesh, sketch.itemsize, sketch.shape.embed_dim
     there, back = runs.forward + runs.again, runs.forward
-    attention, moe = block.attention, block.mlp
+    moe = block.mlp
     gathers = scatters = sums = 0.0  # bytes a token
     repeated = runs.again if runs.whole else 0
     # Of both layers' gradients: inside a stage twice where XLA takes those for weights and for inputs apart, but not
@@ -207,37 +210,14 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     L = moe.read_dim(D) if isinstance(moe, MoeConfig) else D * moe.there  # what the second of them sends
     gathers += (2 if apart_in_stages or alone else 1) * (D + L) * item
     # What a layer's last product makes is not asked for again, but by a norm, or of experts by what is behind a latent.
-    asked = block.norms in ("post", "both") or _latent(moe)
+    several = block.streams and not isinstance(moe, MoeConfig)  # how much of it goes to each is learned
+    asked = block.norms in ("post", "both") or _latent(moe) or several
     scatters += (back * (D + L) + repeated * (D * moe.there + (L if asked else 0))) * item
-    if isinstance(attention, MlaConfig):
-        narrow = attention.kv_latent_dim + attention.rope_dim
-        gathers += there * (narrow + (attention.q_latent_dim or D)) * item
-        scatters += (attention.q_latent_dim or D) * item
-        if attention.rope:
-            sums += 2 * narrow * item
-        else:  # nothing stands between the sum of gradients and its split
-            scatters += narrow * item
-        if chooser := choosing.chooser_of(attention, sketch):
-            gathers += there * (chooser.head_dim * item + 4 * chooser.num_heads)
-    elif isinstance(attention, CompressedConfig):  # what reads the stream is made of split tokens, by whole weights
-        of_loss, of_choice = numbers(attention, sketch)
-        own = chooser_of(attention, sketch)
-        gathers += there * ((attention.q_latent_dim + of_loss + of_choice) * item + (4 * own.num_heads if own else 0))
-        scatters += (attention.q_latent_dim + of_loss - attention.head_dim) * item
-        sums += 2 * attention.head_dim * item  # keys' gradients, whole
-    elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
-        gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
-        if getattr(attention, "reads", ""):  # and of a layer that reads another's, only gradients go there
-            scatters += D * item
-        else:
-            sums += 2 * D * item
-        if isinstance(attention, DeltaNetConfig):  # a norm over several devices' heads (layers/mamba.py)
-            gathers += (there + 1) * WIDE * attention.num_heads
-    else:
-        # Of gates and decays by channel the latents are made of split tokens, as wide as a key.
-        latents = 2 * attention.head_dim if getattr(attention, "by_channel", False) else 0
-        gathers += there * (D + latents) * item
-        scatters += (D + latents) * item
+    for mixer in block.mixers:
+        of_mixer = _mixing(sketch, mixer, there)
+        gathers, scatters, sums = gathers + of_mixer[0], scatters + of_mixer[1], sums + of_mixer[2]
+    if block.memory:  # which reads what attention does, gathered once
+        gathers -= there * D * item
     if isinstance(moe, MoeConfig):
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
         gathers += there * (L * item + 2 * mixed)
@@ -253,6 +233,46 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     one = sketch.tokens * share(mesh.tensor) * runs.layers
     for kind, nbytes, count in ((GATHER, gathers, 2 * there + 2), (SCATTER, scatters, 2 * back + 2), (REDUCE, sums, 1)):
         yield Sent(("tensor",), "the sequence", one * nbytes, kind, count * runs.layers)
+
+
+def _mixing(sketch: Sketch, attention, there: int) -> tuple[float, float, float]:
+    """Bytes a token that attention, or what is in its place or beside it, gathers in so many forward passes, scatters
+    and sums."""
+    mesh, item, D = sketch.mesh, sketch.itemsize, sketch.shape.embed_dim
+    gathers = scatters = sums = 0.0
+    if isinstance(attention, MlaConfig):
+        narrow = attention.kv_latent_dim + attention.rope_dim
+        # The stream itself, of queries without a latent and of gates.
+        read = attention.q_latent_dim + D * (not attention.q_latent_dim or attention.gates > 0)
+        gathers += there * (narrow + read) * item
+        scatters += read * item
+        if attention.rope:
+            sums += 2 * narrow * item
+        else:  # nothing stands between the sum of gradients and its split
+            scatters += narrow * item
+        if chooser := choosing.chooser_of(attention, sketch):
+            queries = D if chooser.of_stream else 0  # of whole rows, after a norm of their own
+            gathers += there * ((chooser.head_dim + queries) * item + 4 * chooser.num_heads)
+    elif isinstance(attention, CompressedConfig):  # what reads the stream is made of split tokens, by whole weights
+        of_loss, of_choice = numbers(attention, sketch)
+        own = chooser_of(attention, sketch)
+        gathers += there * ((attention.q_latent_dim + of_loss + of_choice) * item + (4 * own.num_heads if own else 0))
+        scatters += (attention.q_latent_dim + of_loss - attention.head_dim) * item
+        sums += 2 * attention.head_dim * item  # keys' gradients, whole
+    elif attention.num_kv_heads % mesh.tensor:  # keys and values of few heads are made on all devices
+        gathers += there * D * item + 2 * mesh.tensor * attention.head_dim * item
+        if getattr(attention, "reads", ""):  # and of a layer that reads another's, only gradients go there
+            scatters += D * item
+        else:
+            sums += 2 * D * item
+        if getattr(attention, "norms", "none") != "none":  # over several devices' heads (layers/mamba.py)
+            gathers += (there + 1) * WIDE * attention.num_heads
+    else:
+        # Of gates and decays by channel the latents are made of split tokens, as wide as a key.
+        latents = 2 * attention.head_dim if getattr(attention, "latents", False) else 0
+        gathers += there * (D + latents) * item
+        scatters += (D + latents) * item
+    return gathers, scatters, sums
 
 
 def _latent(mlp) -> bool:
@@ -306,6 +326,10 @@ def _context(sketch: Sketch, attention: AttentionConfig | MlaConfig | DeltaNetCo
         return
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     width = attention.head_dim + attention.value_dim
+    if isinstance(attention, ShortConvConfig):
+        times = (runs.forward + 1 + runs.again) * runs.layers
+        yield Sent(("context",), "tokens before", tokens_before(attention, sketch) * times, PERMUTE, times)
+        return
     if isinstance(attention, DeltaNetConfig):
         one = rows_for_heads(attention, sketch) * share(mesh.context)
         times = (runs.forward + 1 + runs.again) * runs.layers

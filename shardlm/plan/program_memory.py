@@ -24,18 +24,21 @@ KERNELS, KERNELS_OF_EXPERTS = 26, 55
 
 def of_block(sketch: Sketch, block: BlockConfig, ops: int) -> Iterator[Op]:
     """Of a layer with so many operations, forward, once: queries and keys are turned by their positions."""
-    attention = block.attention
+    for mixer in block.mixers:
+        yield from _mixing(sketch, mixer)
+    kernels = (KERNELS_OF_EXPERTS if isinstance(block.mlp, MoeConfig) else KERNELS) - ops
+    yield Op("other", "small kernels", "memory", 0, 0, 1, host=(kernels - 1) * GAP)
+
+
+def _mixing(sketch: Sketch, attention) -> Iterator[Op]:
     if isinstance(attention, AttentionConfig):
         heads, kv = attention.num_heads / sketch.mesh.tensor, max(1, attention.num_kv_heads / sketch.mesh.tensor)
         turned = 2 * sketch.itemsize * sketch.tokens * (heads + kv) * attention.head_dim
         yield Op("attention", "positions", "memory", 0, turned, 1, gradient_bytes=turned)
     if isinstance(attention, DeltaNetConfig):
-        rule = linear_attention.Rule.of(attention, sketch)
-        yield from linear_attention.moved(rule, linear_attention.convolved_bytes(attention, sketch))
+        yield from linear_attention.moved_by(attention, sketch)
     elif sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
         yield _ring(sketch, attention)
-    kernels = (KERNELS_OF_EXPERTS if isinstance(block.mlp, MoeConfig) else KERNELS) - ops
-    yield Op("other", "small kernels", "memory", 0, 0, 1, host=(kernels - 1) * GAP)
 
 
 def _ring(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:

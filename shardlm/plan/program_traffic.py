@@ -25,7 +25,8 @@ EXCHANGE = "all-to-all"
 WHOLE_OVER_TENSOR = ("attention.wq_down", "attention.wkv_down", "attention.wkv", "mlp.router", "compressor.wkv")
 WHOLE_OVER_TENSOR += ("compressor.wgate", "compressor.bias", "streams.fn", "indexer.heads", "attention.wg_down")
 WHOLE_OVER_TENSOR += ("attention.decay_down", "mlp.latent_down", "mlp.latent_up", "inputs.gate", "inputs.up")
-WHOLE_OVER_TENSOR += ("layer_inputs.from_embedding",)
+WHOLE_OVER_TENSOR += ("layer_inputs.from_embedding", "altup.router", "altup.predict", "altup.correct", "laurel.down")
+WHOLE_OVER_TENSOR += ("laurel.up", "altup_ends.into", "altup_ends.out")
 IN_FLOAT32 = ("router", "streams.fn", "compressor.bias")  # in use too
 _NOTHING = Sent((), "nothing", 0.0)
 

@@ -24,7 +24,6 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.layers.pooled_indexer import PooledIndexerConfig
-from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
@@ -115,20 +114,19 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
-        "streams that are not mixed": isinstance(shape.streams, StreamsConfig) and not shape.streams.iterations,
-        "streams that are predicted and corrected": isinstance(shape.streams, AltUpConfig),
-        "gates or sinks of latent attention": any(
+        "streams that are not mixed": mesh is not None
+        and isinstance(shape.streams, StreamsConfig)
+        and not shape.streams.iterations,
+        "streams that are predicted and corrected": mesh is not None and isinstance(shape.streams, AltUpConfig),
+        "gates or sinks of latent attention": mesh is not None
+        and any(
             getattr(block.attention, "gates", 0) or getattr(block.attention, "sinks", False)
             for block in shape.kinds
             if isinstance(block.attention, MlaConfig)
         ),
-        "rotations by frequencies that are learned": bool(shape.frequencies),
-        "decays by channel without a latent": any(
-            isinstance(block.attention, DeltaNetConfig) and block.attention.straight for block in shape.kinds
-        ),
-        "short convolutions in place of attention": any(
-            isinstance(block.attention, ShortConvConfig) for block in shape.kinds
-        ),
+        "rotations by frequencies that are learned": mesh is not None and bool(shape.frequencies),
+        "decays by channel without a latent": mesh is not None
+        and any(isinstance(block.attention, DeltaNetConfig) and block.attention.straight for block in shape.kinds),
         "lightning attention": any(isinstance(block.attention, LightningConfig) for block in shape.kinds),
         "layers that add to the stream behind its norm": any(block.of_normed for block in shape.kinds),
         "mixtures that are added a layer later": isinstance(shape.streams, ShortcutConfig),
@@ -138,7 +136,6 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         "kv heads that attend to blocks of their own": any(
             isinstance(getattr(block.attention, "indexer", None), HeadIndexerConfig) for block in shape.kinds
         ),
-        "Mamba 2 beside attention in a layer": any(len(block.mixers) > 1 for block in shape.kinds),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         instead = "a mesh of data, fsdp and tensor, or one without a plan" if split else "a mesh without a plan"

@@ -34,12 +34,12 @@ def chosen_bytes(attention, sketch: Sketch) -> float:
 
 def operations(sketch: Sketch, own: IndexerConfig, q_latent: int, matmul) -> Iterator[Op]:
     """Of a layer, forward, once, with nothing for gradients; `matmul` makes the operation of a product. Each device has
-    all heads."""
+    all heads. Queries are made of a latent, or of the stream."""
     D, T, tokens, tensor = sketch.shape.embed_dim, sketch.config.train.seq_len, sketch.tokens, sketch.mesh.tensor
     N, H = own.num_heads, own.head_dim
     plain = {"dtype": "fp32" if sketch.config.precision == "fp32" else "bf16", "weight_dtype": ""}
     for what, rows, n, k in (
-        ("index queries", tokens, N * H, q_latent),
+        ("index queries", tokens, N * H, D if own.of_stream else q_latent),
         ("index keys", tokens / tensor, H, D),
         ("index heads", tokens / tensor, N, D),
     ):

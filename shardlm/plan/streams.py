@@ -20,10 +20,15 @@ def operations(streams: StreamsConfig, sketch: Sketch) -> Iterator[Op]:
     numbers = tokens * S * D
     moved = numbers * PASSES * sketch.itemsize
     for what, again in (("attention", True), ("mlp", False)):
-        yield weights(streams, sketch, (2 + S) * S, f"streams around {what}")
+        yield weights(streams, sketch, made_of(streams), f"streams around {what}")
         flops, back = 2.0 * numbers * S, numbers * PASSES_BACK * sketch.itemsize
         how = {"gradient_bytes": back, "host": SMALL * GAP, "gradient_host": SMALL_BACK * GAP}
         yield Op("other", f"streams mixed around {what}", "memory", flops, moved, 1, anew=again, **how)
+
+
+def made_of(streams: StreamsConfig) -> int:
+    """Numbers of a token by which streams are summed around one part of a layer, and mixed."""
+    return (2 + streams.count * (streams.iterations > 0)) * streams.count
 
 
 def weights(streams: StreamsConfig, sketch: Sketch, made: int, what: str) -> Op:

@@ -14,12 +14,14 @@ from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import AXES, MeshSpec
 from shardlm.ops.expert_dispatch import Exchange
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.changed import changed
 from shardlm.plan.compressed_attention import numbers
 from shardlm.plan.linear_attention import convolved
+from shardlm.plan.short_convs import tokens_before
 from shardlm.plan.sketch import Sketch
 
 WEIGHT, MASTER = 2, 4  # bytes of a number in use (16 bits) and at rest (float32)
@@ -159,7 +161,8 @@ def _layers(sketch: Sketch, exchange: Exchange | None) -> Iterator[Sent]:
             chosen = exchange or choose_exchange(mesh.expert, block.mlp.top_k)
             yield _experts(block.mlp, chosen, stream / mesh.tensor, mesh.expert, layers, again)
         if mesh.context > 1:
-            yield from _context(sketch, block.attention, layers, again)
+            for mixer in block.mixers:
+                yield from _context(sketch, mixer, layers, again)
 
 
 def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, layers: float, again: int) -> Sent:
@@ -199,6 +202,10 @@ def _context(
         return
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     width = attention.head_dim + attention.value_dim
+    if isinstance(attention, ShortConvConfig):
+        runs = (2 + again) * layers
+        yield Sent(("context",), "tokens before", runs * tokens_before(attention, sketch), PERMUTE, runs)
+        return
     if isinstance(attention, DeltaNetConfig):
         runs = (2 + again) * layers
         yield Sent(

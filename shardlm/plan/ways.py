@@ -15,7 +15,7 @@ from shardlm.ops.ulysses import fits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
-from shardlm.plan.linear_attention import divides
+from shardlm.plan.linear_attention import divides, ways_of
 from shardlm.rules import BATCH_AXES
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
 
@@ -65,13 +65,15 @@ def _inner(
 
 def memories(shape: TransformerConfig) -> list[DeltaNetConfig]:
     """Linear attention, whose heads tensor and context together have to divide."""
-    return list(dict.fromkeys(b.attention for b in shape.kinds if isinstance(b.attention, DeltaNetConfig)))
+    mixers = (mixer for block in shape.kinds for mixer in block.mixers)
+    return list(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, DeltaNetConfig)))
 
 
 def _by_heads(shape: TransformerConfig, linear: Sequence[DeltaNetConfig], tensor: int, context: int) -> bool:
     """Whether rows that context splits can be exchanged by heads, as beside linear attention all are."""
     attending = {(a.num_heads // tensor, max(1, a.num_kv_heads // tensor)) for a in shape.attention_kinds}
-    return all(divides(one, tensor * context) for one in linear) and all(fits(*heads, context) for heads in attending)
+    by_context = all(divides(one, ways_of(one, MeshSpec(context=context, tensor=tensor))) for one in linear)
+    return by_context and all(fits(*heads, context) for heads in attending)
 
 
 def _differs(rules: str, mesh: MeshSpec, constraints: Constraints) -> bool:

@@ -289,9 +289,6 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
             "own over context, which this model has: choose a mesh of data, fsdp and tensor",
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
-        ("falcon_h1", {}, "no formulas for Mamba 2 beside attention in a layer, which this model has"),
-        ("lfm2", {}, "no formulas for short convolutions in place of attention, which this model has: choose a mesh"),
-        ("lfm3", {}, "no formulas for short convolutions in place of attention, which this model has: choose a mesh"),
         (
             "gemma3n",
             {},

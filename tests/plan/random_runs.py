@@ -18,6 +18,8 @@ import random
 import sys
 from typing import Any
 
+import more_families
+
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.hlo.bill import Bill
@@ -105,7 +107,7 @@ _V4 = {"model_type": "deepseek_v4", "hidden_act": "silu", "num_key_value_heads":
 _V4 |= {"max_position_embeddings": 65_536, "o_groups": 8, "tie_word_embeddings": False, "hc_sinkhorn_iters": 2}
 MODELS = {"llama": LlamaConfig, "mixtral": MixtralConfig, "deepseek": DeepseekConfig, "hybrid": QwenHybridConfig}
 MODELS |= {"entries": _entries, "channels": _channels, "chosen": _chosen, "granite": _granite, "nemotron": _nemotron}
-MODELS |= {"inputs": _inputs}
+MODELS |= {"inputs": _inputs, **more_families.MODELS}
 
 
 _DENSE = {"vocab_size": 16_384, "embed_dim": 1024, "num_layers": 6, "num_heads": 16, "tie_embeddings": False}
@@ -264,6 +266,7 @@ PICKED = {  # what chance left out
     "linear-none": _linear({"fsdp": 2}, "none", 2),
     "linear-stages": _linear({"pipeline": 2}, "names", 4, 4),
     "replicated": _picked({"data": 2, "fsdp": 2}, "replicated", "full", 16, 2),
+    **more_families.PICKED,
 }
 
 

@@ -27,7 +27,7 @@ def test_shipped_configurations(name):
 
 def test_random_runs():
     found = {}
-    for run in recorded():
+    for run in (run for run in recorded() if "flops" in run):
         sketch = Sketch.of(run_of(run["settings"]), GPUS["h100"])
         found[run["name"]] = executed_flops(operations(sketch)) / run["flops"]
     assert all(ratio == pytest.approx(1, abs=0.02) for ratio in found.values()), found

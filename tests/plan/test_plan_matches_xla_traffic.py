@@ -63,7 +63,7 @@ def test_shipped_configurations_send_what_is_foreseen(name):
         assert nbytes <= 1.05 * shown, axes
 
 
-@pytest.mark.parametrize("run", recorded(), ids=lambda run: run["name"])
+@pytest.mark.parametrize("run", [run for run in recorded() if "sent" in run], ids=lambda run: run["name"])
 def test_random_runs_send_what_is_foreseen(run):
     sketch = Sketch.of(run_of(run["settings"]), GPUS["h100"])
     assert not differences(sketch, run["sent"])

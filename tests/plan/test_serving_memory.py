@@ -74,6 +74,12 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("../mtp_reference", {"tensor": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
         ("../hybrid_mtp_references/qwen3_5_moe", {"expert": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
         ("qwen3_5", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3_next")} | DRAFTED}),
+        ("lfm2_moe", {"expert": 2}, {}),
+        ("falcon_h1", {"tensor": 2}, {}),
+        ("gemma3n", {"tensor": 2}, {}),
+        ("bailing_hybrid", {"tensor": 2}, {}),
+        ("hy_v4", {"tensor": 2}, {}),
+        ("mistral_large4", {"tensor": 2}, {}),
     ],
 )
 def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, options, monkeypatch):

@@ -171,7 +171,7 @@ class ServingCase:
     def mix(self) -> Mix:
         """What its requests are like, as far as this engine shares what they have in common."""
         caching, page = self.engine.enable_prefix_caching, self.engine.block_size
-        least = LEAST if self.model.shape.memories else 0
+        least = LEAST if self.model.shape.remembers else 0
         if self.listed:
             return dataclasses.replace(self.listed, least=least) if caching else self.listed.unshared
         shared = self.shared_prefix if caching else 0

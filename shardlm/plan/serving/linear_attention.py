@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.ops.delta_drafts import MOST
 from shardlm.plan import delta_kernels, linear_attention
 from shardlm.plan.linear_attention import WIDE, Rule
@@ -19,6 +20,9 @@ from shardlm.rules import Rules
 PASSES, KERNELS = 2, 9
 VERIFYING = 30
 PASSES_OF_MANY, KERNELS_OF_MANY = 5, 12
+# The same of a short convolution: what is kept is read and written, and one kernel gates, convolves and gates again
+# (compiled for an H100: LFM2 1.2B, 64 rows).
+KERNELS_OF_CONVOLUTION, PASSES_OF_TOKENS = 3, 4
 
 
 def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: int = 0) -> float:
@@ -26,6 +30,8 @@ def state_bytes(attention: DeltaNetConfig, rules: Rules, itemsize: int, drafts: 
     verified those of a step, with their decays and betas."""
     N, H, V = attention.num_heads, attention.head_dim, attention.value_dim
     ways, unsure = rules.mesh.size(*rules.use.axes("heads")), 1 + drafts if drafts else 0
+    if isinstance(attention, ShortConvConfig):
+        return itemsize * (attention.conv_width - 1 + unsure) * N * V / ways
     tokens = (attention.conv_width - 1 + unsure) * linear_attention.convolved(attention, ways)
     decays = N * H if attention.by_channel else N
     own = WIDE * N * H * V + itemsize * tokens + WIDE * unsure * (decays + N)
@@ -37,6 +43,9 @@ def operations(
 ) -> Iterator[Op]:
     """Of rows of so many tokens each: one goes through the rule as it is written, more go in chunks, and those of which
     all but one are drafts through that of few tokens, whose sums are little beside reading the state."""
+    if isinstance(attention, ShortConvConfig):
+        yield _convolution(attention, rules, rows, each, itemsize, drafts)
+        return
     by_kernel = 2 * each <= MOST if drafts else each == 1
     passes = PASSES if by_kernel else PASSES_OF_MANY
     kernels = VERIFYING if drafts else KERNELS if by_kernel else KERNELS_OF_MANY
@@ -53,10 +62,20 @@ def operations(
         yield from linear_attention.moved(rule, narrow)
 
 
+def _convolution(attention: ShortConvConfig, rules: Rules, rows: float, each: float, itemsize: int, drafts: int) -> Op:
+    ways = rules.mesh.size(*rules.use.axes("heads"))
+    token = itemsize * attention.num_heads * attention.value_dim / ways
+    kept = PASSES * state_bytes(attention, rules, itemsize, drafts)
+    moved = rows * (kept + PASSES_OF_TOKENS * each * token)
+    count = KERNELS_OF_CONVOLUTION
+    return Op("linear attention", "gates and convolution", "memory", 0, moved / count, count)
+
+
 def joined_bytes(blocks: Iterable[BlockConfig], rules: Rules, D: int, itemsize: int) -> float:
     """Of the weights that a prompt's tokens are multiplied by first: XLA joins those of a layer to one, of all layers
     before any is used (9B's 24 layers, compiled for an H100: 2.0 GiB)."""
     ways = rules.mesh.size(*rules.use.axes("heads"))
-    found = (block.attention for block in blocks if isinstance(block.attention, DeltaNetConfig))
+    mixers = (mixer for block in blocks for mixer in block.mixers)
+    found = (mixer for mixer in mixers if isinstance(mixer, DeltaNetConfig))
     first = (next(linear_attention.projections(attention, D, ways)) for attention in found)
     return sum(itemsize * D * columns for _, columns, _ in first)

@@ -7,23 +7,25 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
+from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.ngrams import NgramsConfig
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.plan.op import Layer, Op
+from shardlm.plan.serving import altup, gated_streams, streams
 from shardlm.plan.serving import compressed_attention as compressed
-from shardlm.plan.serving import gated_streams, streams
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
 from shardlm.plan.serving.prompts import OVER_PAGES, How, attends, gathered
-from shardlm.plan.serving.weights import InUse, made_anew
+from shardlm.plan.serving.weights import MEMORY, InUse, made_anew
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import BLOCK
 
@@ -88,45 +90,15 @@ def layer_work(
 ) -> Work:
     """Of one layer. cache_bytes: of one position in the layer, on this device."""
     plain = [held for held in weights if held.summed and not held.of_experts]
-    scales = _beside(weights)
+    scales, kv = _beside(weights), 0.0
     kind = "linear attention" if isinstance(block.attention, DeltaNetConfig) else "attention"
     ops = [op for held in plain for op in _projection(held, _layer_of(held, kind), scales, one.tokens, one.itemsize)]
     least = sum(held.nbytes for held in weights if not held.of_experts)
-    if isinstance(block.attention, DeltaNetConfig):
-        own = linear.state_bytes(block.attention, rules, one.itemsize, one.drafts)
-        kv = 2 * one.rows * own  # read, and written
-        ops += linear.operations(block.attention, rules, one.rows, one.each, one.itemsize, one.drafts)
-    elif isinstance(block.attention, CompressedConfig):
-        of_window = functools.partial(attended, one=one)
-        seen = compressed.Seen.of(block.attention, one.tokens, one.rows, of_window)
-        rows = compressed.Rows.of(block.attention, cache_bytes)
-        kv = rows.least(seen)
-        ops += compressed.operations(block.attention, weights, rules, rows, seen, one)
-    elif isinstance(own := getattr(block.attention, "indexer", None), BlockIndexerConfig):
-        (seen, pairs), (_, few) = attended(0, one), attended(own.top_k, one)
-        key = own.head_dim * one.itemsize
-        ops += sparse.choosing_blocks(own, key, one.tokens, pairs, one.rows * seen, one.itemsize)
-        kv = one.rows * (min(seen, own.top_k * one.each) * (cache_bytes - key) + seen * key)
-        ops.append(_attention(block.attention, rules, one, few, few * (cache_bytes - key)))
-    elif getattr(block.attention, "indexer", None):
-        share, count = sparse.Share.of(block.attention, cache_bytes), block.attention.indexer.top_k
-        (seen, pairs), (_, few) = attended(0, one), attended(count, one)
-        ops += sparse.operations(block.attention, share, one.tokens, pairs, one.rows * seen, one.itemsize)
-        ops.append(_attention(block.attention, rules, one, few, few * share.latent))  # each query reads its own
-        kv = one.rows * (min(seen, count * one.each) * share.latent + seen * share.key)
-    else:
-        seen, pairs = attended(block.attention.window, one)
-        kv = one.rows * seen * cache_bytes
-        how = attends(one.prompts, block.attention)
-        ops.append(_attention(block.attention, rules, one, pairs, kv, OVER_PAGES if how == "pages" else "pages"))
-        if how == "parts":
-            out = block.attention.value_dim * block.attention.num_heads / rules.mesh.size(*rules.use.axes("heads"))
-            ops += gathered(one.tokens, one.rows, one.context, cache_bytes, out)
-    for _ in range(2 if block.streams else 0):
-        if isinstance(block.streams, GatedStreamsConfig):
-            ops += gated_streams.around(block.streams, D, one.tokens, one.itemsize)
-        else:
-            ops += streams.around(block.streams, D, one.tokens, one.itemsize)
+    for mixer in block.mixers:
+        mixing, read = _mixing(mixer, weights, rules, cache_bytes, one)
+        ops, kv = ops + mixing, kv + read
+    if block.streams:
+        ops += _around(block.streams, D, one)
     if block.ngrams:
         ops += gated_streams.looked_up(block.ngrams, D, one.tokens, one.itemsize)
     small = one.tokens * D * 3 * one.itemsize
@@ -146,6 +118,53 @@ def layer_work(
     return Work(tuple(ops), tuple(exchanged), least + kv)
 
 
+def _around(own: StreamsConfig | GatedStreamsConfig | AltUpConfig, D: int, one: Pass) -> Iterator[Op]:
+    """What several streams add to a layer."""
+    if isinstance(own, AltUpConfig):
+        yield from altup.around(own, D, one.tokens, one.itemsize)
+        return
+    around = gated_streams.around if isinstance(own, GatedStreamsConfig) else streams.around
+    for _ in range(2):  # attention, and MLP or experts
+        yield from around(own, D, one.tokens, one.itemsize)
+
+
+def _mixing(attention, weights: Sequence[InUse], rules: Rules, cache_bytes: float, one: Pass) -> tuple[list[Op], float]:
+    """What attention, or what is in its place or beside it, does besides its projections, and the bytes that it reads
+    of what is remembered of the rows' texts."""
+    ops: list[Op] = []
+    if isinstance(attention, DeltaNetConfig):
+        own = linear.state_bytes(attention, rules, one.itemsize, one.drafts)
+        kv = 2 * one.rows * own  # read, and written
+        ops += linear.operations(attention, rules, one.rows, one.each, one.itemsize, one.drafts)
+    elif isinstance(attention, CompressedConfig):
+        of_window = functools.partial(attended, one=one)
+        seen = compressed.Seen.of(attention, one.tokens, one.rows, of_window)
+        rows = compressed.Rows.of(attention, cache_bytes)
+        kv = rows.least(seen)
+        ops += compressed.operations(attention, weights, rules, rows, seen, one)
+    elif isinstance(own := getattr(attention, "indexer", None), BlockIndexerConfig):
+        (seen, pairs), (_, few) = attended(0, one), attended(own.top_k, one)
+        key = own.head_dim * one.itemsize
+        ops += sparse.choosing_blocks(own, key, one.tokens, pairs, one.rows * seen, one.itemsize)
+        kv = one.rows * (min(seen, own.top_k * one.each) * (cache_bytes - key) + seen * key)
+        ops.append(_attention(attention, rules, one, few, few * (cache_bytes - key)))
+    elif getattr(attention, "indexer", None):
+        share, count = sparse.Share.of(attention, cache_bytes), attention.indexer.top_k
+        (seen, pairs), (_, few) = attended(0, one), attended(count, one)
+        ops += sparse.operations(attention, share, one.tokens, pairs, one.rows * seen, one.itemsize)
+        ops.append(_attention(attention, rules, one, few, few * share.latent))  # each query reads its own
+        kv = one.rows * (min(seen, count * one.each) * share.latent + seen * share.key)
+    else:
+        seen, pairs = attended(attention.window, one)
+        kv = one.rows * seen * cache_bytes
+        how = attends(one.prompts, attention)
+        ops.append(_attention(attention, rules, one, pairs, kv, OVER_PAGES if how == "pages" else "pages"))
+        if how == "parts":
+            out = attention.value_dim * attention.num_heads / rules.mesh.size(*rules.use.axes("heads"))
+            ops += gathered(one.tokens, one.rows, one.context, cache_bytes, out)
+    return ops, kv
+
+
 def touched_share(moe: MoeConfig, tokens: float) -> float:
     """Of the experts, those that tokens with even and independent choices are expected to reach."""
     return 1 - (1 - moe.top_k / moe.num_experts) ** tokens
@@ -163,6 +182,8 @@ def attended(window: int, one: Pass) -> tuple[float, float]:
 
 
 def _layer_of(held: InUse, attention: Layer) -> Layer:
+    if held.name.startswith(MEMORY):
+        return "linear attention"
     return attention if held.name.startswith("w") or held.name in ("decay", "beta") else "mlp"
 
 
@@ -195,7 +216,7 @@ def _beside(weights: Sequence[InUse]) -> dict[str, int]:
 def _in_eight_bits(held: InUse, layer: Layer, others: Sequence[InUse], one: Pass) -> Iterator[Op]:
     """What a projection multiplies is read for each token's largest number, and again for the 8-bit ones (compiled: a
     kernel each). Scales multiply in the kernels that take the results anyway."""
-    if not held.product or BESIDE.get(held.name) in {other.name for other in others}:
+    if not held.product or BESIDE.get(held.name.removeprefix(MEMORY)) in {other.name for other in others}:
         return
     yield Op(layer, f"{held.name}: 8 bits", "memory", 0, one.tokens * held.summed * (2 * one.itemsize + 1) / 2, 2)
 
@@ -243,7 +264,8 @@ def _reduced(block: BlockConfig, rules: Rules, one: Pass, D: int) -> Iterator[Ex
     after = {rules.use.axes("experts") + rules.use.axes("expert_mlp")} if experts else set()
     if block.mlp.there and (not experts or block.mlp.shared_dim):
         after.add(rules.use.axes("mlp"))
-    for axes, sums in Counter(filter(None, [rules.use.axes("heads"), *after])).items():
+    heads = [rules.use.axes("heads")] * len(block.mixers)
+    for axes, sums in Counter(filter(None, [*heads, *after])).items():
         yield Exchanged("all-reduce", axes, sums * _all_reduced(one.tokens * D * one.itemsize, axes, rules), sums)
 
 

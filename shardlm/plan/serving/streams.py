@@ -5,20 +5,21 @@ from collections.abc import Iterator
 
 from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.plan.op import Op
+from shardlm.plan.streams import made_of
 
 WIDE = 4  # bytes of a float32
 # Kernels around one layer beside the product: the norm, the weights of sums, the matrices that mix (three, of which one
 # has all iterations), the sum that the layer reads, the mix and what is added to it.
-KERNELS = 8
+KERNELS, KERNELS_UNMIXED = 8, 5
 PASSES = 6  # over the streams in their own type: norm, sum, the mix (read, written), what is added (read, written)
 
 
 def around(streams: StreamsConfig, D: int, tokens: float, itemsize: int) -> Iterator[Op]:
     """One layer."""
-    S = streams.count
-    moved = tokens * D * itemsize * (PASSES * S + 2)
-    yield Op("other", "streams", "memory", 0, moved / KERNELS, KERNELS)
-    yield product(streams, D, tokens, (2 + S) * S, itemsize)
+    kernels = KERNELS if streams.iterations else KERNELS_UNMIXED
+    moved = tokens * D * itemsize * (PASSES * streams.count + 2)
+    yield Op("other", "streams", "memory", 0, moved / kernels, kernels)
+    yield product(streams, D, tokens, made_of(streams), itemsize)
 
 
 def product(streams: StreamsConfig, D: int, tokens: float, made: int, itemsize: int) -> Op:

@@ -6,10 +6,12 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
+from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
@@ -17,7 +19,7 @@ from shardlm.plan.constants import BOTH, FEW_ROWS, GAP, SMALL_SUMS
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
-from shardlm.plan.serving import gated_streams, streams
+from shardlm.plan.serving import altup, gated_streams, streams
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.fused import fused, possible
@@ -201,8 +203,7 @@ class Speed:
         if shape.inputs:
             found.append((inputs_work(self._inputs, self.rules, one), 1))
         if shape.streams:
-            joined = gated_streams.joined if isinstance(shape.streams, GatedStreamsConfig) else streams.joined
-            found.append((Work(tuple(joined(shape.streams, D, one.tokens, one.itemsize)), (), 0.0), 1))
+            found.append((_joined(shape.streams, D, one), 1))
         if shape.ngrams:
             found.append((ngrams_work(shape.ngrams, self.rules, one), 1))
         if i == self.stages - 1:
@@ -285,6 +286,15 @@ class Speed:
         for sent in work.exchanged:
             parts["+".join(sent.axes)] += exchanged_seconds(sent, mesh, cluster)
         return Timed(dict(parts), work.least_bytes / cluster.gpu.hbm_bytes_per_second)
+
+
+def _joined(own: StreamsConfig | GatedStreamsConfig | AltUpConfig, D: int, one: Pass) -> Work:
+    """Several streams at the ends of a model."""
+    if isinstance(own, AltUpConfig):
+        ops = tuple(altup.joined(own, D, one.tokens, one.itemsize))
+        return Work(ops, (), altup.least_bytes(own, D, one.itemsize))
+    joined = gated_streams.joined if isinstance(own, GatedStreamsConfig) else streams.joined
+    return Work(tuple(joined(own, D, one.tokens, one.itemsize)), (), 0.0)
 
 
 def exchanged_seconds(sent: Exchanged, mesh: MeshSpec, cluster: Cluster) -> float:

@@ -17,7 +17,8 @@ from shardlm.layers.lora import A
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution, in_groups
 from shardlm.mesh import MeshSpec
-from shardlm.models.transformer import Transformer, TransformerConfig
+from shardlm.models.transformer import Transformer
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.grouped_weights import FEW_ROWS, FEW_ROWS_OF_EXPERT
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.weight_format import WeightFormat, grouped, layers_differ
@@ -31,6 +32,7 @@ from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, held_as, is_adapter, kv_ways
 
+MEMORY = "memory."  # before the names of what a layer has beside attention
 BY_HEAD = ("wk_up", "wv_up")  # latent attention multiplies by each head's part of them (layers/mla.py)
 
 
@@ -112,7 +114,7 @@ class InUse:
 class Weights:
     """layers  the parameters of each layer, first to last
     beside  of no layer, by name: embedding, head_streams, head_gates, final_norm, head, positions, layer_inputs,
-            ngram_tables
+            ngram_tables, and, in models that have no stages, faster, altup_ends
     """
 
     layers: tuple[tuple[Held, ...], ...]
@@ -121,7 +123,7 @@ class Weights:
 
     def stage(self, layers: slice, first: bool, last: bool) -> list[Held]:
         """Of a pipeline stage (serve/stages.py)."""
-        here = ["embedding", "positions", "layer_inputs", "ngram_tables"] if first else []
+        here = ["embedding", "positions", "layer_inputs", "ngram_tables", "faster", "altup_ends"] if first else []
         here += ["head_streams", "head_gates", "final_norm", "head"] if last else []
         here += ["embedding"] if last and self.tied and not first else []
         own = [held for layer in self.layers[layers] for held in layer]
@@ -175,7 +177,8 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
         if is_adapter(path):  # [inputs, rank] and [rank, outputs], as they are in training
             into = len(names) - 1 if path[-1].endswith(A) else 1
         packed, group = (groups.a_byte, groups.size(sizes[into - 1] * groups.a_byte)) if groups else (0, 0)
-        own = Held(path[-1], sizes, names, into, leaf.dtype.itemsize, packed, group, product)
+        beside_attention = MEMORY if path[0] == "segments" and f"{path[4]}." == MEMORY else ""
+        own = Held(f"{beside_attention}{path[-1]}", sizes, names, into, leaf.dtype.itemsize, packed, group, product)
         if path[0] == "segments":
             blocks.setdefault((path[1], path[3]), []).append(own)
         else:

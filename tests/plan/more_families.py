@@ -1,0 +1,98 @@
+"""Runs of families whose layers are unlike others', a few layers as wide as published ones: for random_runs.py, which
+compiles and records them. What a run does not give is as in the family's reference (tests/hf/references)."""
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from shardlm.models.pretrained import Pretrained
+
+REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
+Settings = dict[str, Any]
+
+
+def _of(reference: str, *by_layer: str) -> Callable[..., Pretrained]:
+    """A family by its reference, without options that have a value for each layer of it; `kinds` has a letter for each
+    layer."""
+    names = {"C": "conv", "F": "full_attention", "S": "sliding_attention", "L": "linear_attention"}
+
+    def made(kinds: str = "", **sizes) -> Pretrained:
+        found = json.loads((REFERENCES / reference / "config.json").read_text())
+        found = {name: value for name, value in found.items() if name not in by_layer}
+        own = {"layer_types": [names[kind] for kind in kinds], "num_hidden_layers": len(kinds)} if kinds else {}
+        return Pretrained("unread", config=json.dumps(found | {"max_position_embeddings": 65_536} | own | sizes))
+
+    return made
+
+
+MODELS = {"convolved": _of("lfm2"), "beside": _of("falcon_h1")}
+SERVED = {  # of which no training step is recorded
+    "convolved experts": _of("lfm2_moe"),
+    "gated": _of("lfm3"),
+    "straight": _of("bailing_hybrid", "mlp_layer_types"),
+    "unmixed": _of("hy_v4", "layer_types", "mlp_layer_types", "indexer_types"),
+    "faster": _of(
+        "mistral_large4", "layer_types", "mlp_layer_types", "indexer_types", "kv_source_layers", "no_rope_layers"
+    ),
+    "predicted": _of("gemma3n"),
+}
+_LFM = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65_536}
+_CONVOLVED = _LFM | {"kinds": "CCF" * 4, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False}
+_CONVOLVED |= {"conv_L_cache": 3}
+_EXPERTS = _LFM | {"kinds": "CCFCCCFC", "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_experts": 32}
+_EXPERTS |= {"num_experts_per_tok": 4, "num_dense_layers": 2}
+_GATED = _LFM | {"kinds": "CCFC" + "SCFC" * 2, "head_dim": 64, "intermediate_size": 8192, "sliding_window": 256}
+_BESIDE = {"hidden_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128}
+_BESIDE |= {"mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256, "mamba_n_groups": 1}
+_BESIDE |= {"intermediate_size": 12_288, "num_hidden_layers": 8, "vocab_size": 65_536}
+_LATENT = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512}
+_LATENT |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128, "head_dim": 64}
+_LATENT |= {"intermediate_size": 6144, "moe_intermediate_size": 768, "vocab_size": 32_768}
+_STRAIGHT = _LATENT | {"kinds": "LLF" * 2 + "L", "num_experts": 16, "num_experts_per_token": 4, "linear_num_heads": 16}
+_STRAIGHT |= {"linear_head_dim": 128}
+_SPARSE = _LATENT | {"n_routed_experts": 16, "num_experts_per_tok": 4, "index_n_heads": 16, "index_head_dim": 128}
+_SPARSE |= {"index_topk": 1024}
+_UNMIXED = _SPARSE | {"num_hidden_layers": 6, "q_lora_rank": 1024, "hc_mult": 4, "indexer_types": ["full"] * 6}
+_FASTER = _SPARSE | {"num_hidden_layers": 9, "indexer_types": ["full"] * 9}
+_PREDICTED = {"hidden_size": 2048, "kinds": "SSSSF" * 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+_PREDICTED |= {"head_dim": 256, "intermediate_size": 8192, "vocab_size": 65_536, "vocab_size_per_layer_input": 65_536}
+_PREDICTED |= {"hidden_size_per_layer_input": 256, "altup_num_inputs": 4, "laurel_rank": 64, "num_kv_shared_layers": 0}
+_PREDICTED |= {"activation_sparsity_pattern": [0.0] * 10, "sliding_window": 512}
+
+
+def _run(
+    model: str, sizes: dict, mesh: dict[str, int], rows: int, remat: str = "full", seq_len: int = 4096
+) -> Settings:
+    return {
+        "model": model,
+        "sizes": sizes,
+        "mesh": mesh,
+        "rules": "zero3",
+        "remat": remat,
+        "context_attention": "auto",
+        "train": {"global_batch": rows, "seq_len": seq_len, "accumulation": 1},
+        "pipeline": {"schedule": "circular", "rounds": 1},
+    }
+
+
+FSDP, TENSOR, CONTEXT = {"fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}
+EXPERT = {"fsdp": 2, "expert": 2}
+PICKED = {
+    "convolved-fsdp": _run("convolved", _CONVOLVED, FSDP, 4),
+    "convolved-tensor": _run("convolved", _CONVOLVED, TENSOR, 4),
+    "convolved-context": _run("convolved", _CONVOLVED, CONTEXT, 4),
+    "convolved-none": _run("convolved", _CONVOLVED, FSDP, 2, "none"),
+    "convolved-experts": _run("convolved experts", _EXPERTS, EXPERT, 8),
+    "gated-fsdp": _run("gated", _GATED, FSDP, 4),
+    "beside-fsdp": _run("beside", _BESIDE, FSDP, 2),
+    "beside-tensor": _run("beside", _BESIDE, TENSOR, 4),
+    "straight-fsdp": _run("straight", _STRAIGHT, FSDP, 2, seq_len=2048),
+    "straight-tensor": _run("straight", _STRAIGHT, TENSOR, 4, seq_len=2048),
+    "unmixed-fsdp": _run("unmixed", _UNMIXED, FSDP, 2),
+    "unmixed-tensor": _run("unmixed", _UNMIXED, TENSOR, 4),
+    "faster-fsdp": _run("faster", _FASTER, FSDP, 2),
+    "faster-tensor": _run("faster", _FASTER, TENSOR, 4),
+    "predicted-fsdp": _run("predicted", _PREDICTED, FSDP, 2),
+    "predicted-tensor": _run("predicted", _PREDICTED, TENSOR, 4),
+}

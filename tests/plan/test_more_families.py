@@ -1,0 +1,94 @@
+"""Plans of families whose layers are unlike others' (more_families.py), by hand: short convolutions, Mamba 2 beside
+attention, gates, streams. Compiled programs are the other files' (random_runs.py)."""
+
+import dataclasses
+import functools
+
+import pytest
+from more_families import MODELS, PICKED, SERVED
+from random_runs import run_of
+
+from shardlm.hardware import GPUS
+from shardlm.layers.short_conv import ShortConvConfig
+from shardlm.mesh import MeshSpec
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.compute import operations
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.memory import memory
+from shardlm.plan.program_traffic import program_traffic
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.memory import serving_memory
+from shardlm.plan.serving.ops import Pass, layer_work
+from shardlm.plan.serving.time import Speed
+from shardlm.plan.serving.weights import InUse, weights_of
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.ways import laid_out
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serving_rules import serving_rules
+
+H100 = GPUS["h100"]
+OF = {run["model"]: name for name, run in PICKED.items()}  # a run of each
+
+
+@functools.cache
+def shape(model: str):
+    return (MODELS | SERVED)[model](**PICKED[OF[model]]["sizes"]).transformer()
+
+
+@pytest.mark.parametrize("name", ["convolved-fsdp", "beside-fsdp"])
+def test_every_weight_multiplies_every_token(name):
+    sketch = Sketch.of(run_of(PICKED[name]), H100)
+    mine = [op for op in operations(sketch) if op.unit == "matmul" and not op.both and op.layer != "optimizer"]
+    assert sum(op.flops * op.forward for op in mine) == 2 * sketch.tokens * sketch.shape.parameters_per_token()
+
+
+@pytest.mark.parametrize("model", MODELS | SERVED)
+def test_every_weight_multiplies_every_token_that_is_served(model):
+    own, rules, one = shape(model), serving_rules(shape(model), MeshSpec()), Pass(32, 32, 4096, 2)
+    weights, D = weights_of(own, MeshSpec(), "bfloat16", "dtype"), own.embed_dim
+    for block, of_layer in zip(own.blocks(), weights.layers, strict=True):
+        work = layer_work(block, [InUse.of(held, rules) for held in of_layer], rules, 1.0, one, D)
+        flops = sum(op.flops * op.count for op in work.ops if op.unit == "matmul")
+        many = block.parameters_per_token(D) + (2 * D * block.inputs.dim if block.inputs else 0)
+        # Of streams, of an indexer and of one head's gates and rates numbers are made by products that are little.
+        assert flops == pytest.approx(2 * 32 * many, rel=0.05)
+
+
+def test_what_short_convolutions_remember_by_hand():
+    """Of each request and of padding two tokens of eight layers, whole or halved over tensor; decoding reads and writes
+    them, and prompts look back no farther."""
+    engine = EngineConfig(max_num_seqs=64, max_model_len=8192, enable_prefix_caching=False)
+    case = ServingCase(ServedModel("lfm2", shape("convolved"), "bfloat16", 8192), Cluster.of(H100, 1), engine, 512, 128)
+    assert serving_memory(case).stages[0].memories == 65 * 8 * 2 * 2 * 2048
+    halved = dataclasses.replace(case, cluster=Cluster.of(H100, 2)).on(mesh=MeshSpec(tensor=2))
+    assert serving_memory(halved).stages[0].memories == 65 * 8 * 2 * 2 * 1024
+    speed = Speed.of(case, serving_memory(case))
+    convolves = shape("convolved").segments[0].pattern[0]
+    assert isinstance(convolves.attention, ShortConvConfig)
+    least = layer_work(convolves, [], speed.rules, 0.0, Pass(8, 8, 4096, 2), 2048).least_bytes
+    assert least == 8 * 2 * (2 * 2 * 2048)
+    near, far = (layer_work(convolves, [], speed.rules, 0.0, Pass(2048, 1, at, 2), 2048).ops for at in (0, 30_000))
+    assert near == far
+
+
+def test_devices_give_each_other_two_tokens_of_a_row():
+    sketch = Sketch.of(run_of(PICKED["convolved-context"]), H100)
+    found = [sent for sent in program_traffic(sketch) if sent.why == "tokens before"]
+    rows, layers, passes = 2, 8, 3  # forward, again, and gradients
+    assert sum(sent.nbytes for sent in found) == passes * layers * rows * 2 * 2048 * 2
+    assert {sent.kind for sent in found} == {"collective-permute"}
+
+
+def test_a_search_splits_convolutions_over_tensor_alone():
+    """Attention's eight heads of keys limit context."""
+    config = dataclasses.replace(run_of(PICKED["convolved-fsdp"]), mesh=MeshSpec())
+    found = {(laid.mesh.tensor, laid.mesh.context) for laid in laid_out(config, Cluster.of(H100, 8), Constraints())}
+    assert {(8, 1), (1, 4), (2, 4)} <= found
+
+
+def test_what_is_not_known_of_their_memory_is_said():
+    for name, words in (("convolved-fsdp", "short convolutions were"), ("beside-fsdp", "Mamba 2 beside attention was")):
+        run = run_of(PICKED[name])
+        assert not memory(Sketch.of(run, H100)).doubt
+        for changes in ({"remat": "dots"}, {"mesh": MeshSpec(fsdp=1, context=2)}):
+            assert words in memory(Sketch.of(dataclasses.replace(run, **changes), H100)).doubt
