@@ -1,7 +1,7 @@
 """python -m launch.train --config=configs/grpo.py
 
 Hardware: any computer with a CPU, as two virtual devices, each of which samples too. Trains the model of configs/sft.py
-on what two functions say of its own answers (examples/docstring_prompts.py: one sentence, and a short one), by group
+on what two functions say of its own answers (examples/docstring_prompts.py: one sentence, of about 60 characters), by group
 relative policy optimisation. First, after configs/sft.py:
 
     python -m launch.convert --checkpoint=runs/sft --output=runs/sft_hf --dtype=float32
@@ -26,7 +26,7 @@ def get_config() -> RunConfig:
         ),
         mesh=MeshSpec(fsdp=2),
         grpo=GrpoConfig(
-            reward=("examples/docstring_prompts.py:sentence", "examples/docstring_prompts.py:brief"),
+            reward=("examples/docstring_prompts.py:sentence", "examples/docstring_prompts.py:length"),
             max_tokens=96,
             kv_cache_gib=0.5,
         ),

@@ -13,7 +13,7 @@ import sysconfig
 
 from docstring_chats import conversations
 
-ENOUGH = 60  # characters of an answer
+WANTED = 60  # characters of an answer
 
 
 def sentence(prompts, completions, **columns) -> list[float]:
@@ -22,10 +22,10 @@ def sentence(prompts, completions, **columns) -> list[float]:
     return [float(text.endswith(".") and text.count(".") == 1) for text in texts]
 
 
-def brief(prompts, completions, **columns) -> list[float]:
-    """1 of a short answer, less of a longer one, 0 of none."""
+def length(prompts, completions, **columns) -> list[float]:
+    """1 of an answer of WANTED characters, less of a shorter or longer one, 0 of one that is twice as long."""
     lengths = [len(messages[-1]["content"]) for messages in completions]
-    return [min(1.0, ENOUGH / length) if length else 0.0 for length in lengths]
+    return [max(0.0, 1 - abs(length - WANTED) / WANTED) for length in lengths]
 
 
 def main(output: pathlib.Path) -> None:

@@ -83,7 +83,11 @@ def said(block: Block, x, execution: Execution):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("spec", [MeshSpec(), MeshSpec(tensor=4), MeshSpec(tensor=2, expert=2)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [MeshSpec(), pytest.param(MeshSpec(tensor=4), marks=pytest.mark.wide), MeshSpec(tensor=2, expert=2)],
+    ids=str,
+)
 def test_a_block_says_the_same(interpreted, name, spec):
     rules = Rules.make("zero3", spec).for_serving(("heads", "kv_heads", "mlp"))
     norm = NormConfig(offset=1.0 if name == "two norms each" else 0.0)

@@ -65,7 +65,11 @@ def test_initial_weights_are_bitwise_the_same(spec):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("spec,preset", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "spec,preset",
+    [pytest.param(*mesh, marks=[pytest.mark.wide] * (i in (1, 3))) for i, mesh in enumerate(MESHES)],
+    ids=str,
+)
 def test_products_of_axes(spec, preset):
     grads, losses = loss_and_gradients(spec, preset)
     assert relative_error(losses, one_device()[1]) < FP32
@@ -80,7 +84,10 @@ def test_layers_before_the_stages_and_experts_by_1f1b():
 
 @pytest.mark.parametrize(
     "spec,rounds,one_f_one_b",
-    [(MeshSpec(pipeline=2, expert=4), 2, False), (MeshSpec(pipeline=4, expert=2), 1, True)],
+    [
+        (MeshSpec(pipeline=2, expert=4), 2, False),
+        pytest.param(MeshSpec(pipeline=4, expert=2), 1, True, marks=pytest.mark.wide),
+    ],
     ids=["circular", "1f1b"],
 )
 def test_layers_of_experts_that_do_not_divide(spec, rounds, one_f_one_b):

@@ -115,7 +115,9 @@ def same(one, other) -> None:
 
 
 @pytest.mark.parametrize("name", ROTATED)
-@pytest.mark.parametrize("spec", [MeshSpec(), MeshSpec(tensor=2), MeshSpec(data=2, tensor=4)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [MeshSpec(), MeshSpec(tensor=2), pytest.param(MeshSpec(data=2, tensor=4), marks=pytest.mark.wide)], ids=str
+)
 def test_a_block_says_the_same(interpreted, name, spec):
     """Of four devices each has both kv heads whole."""
     rules = Rules.make("zero3", spec).for_serving(("heads", "kv_heads", "mlp"))

@@ -87,7 +87,7 @@ def test_blocks_are_as_small_as_pays():
 
 
 @pytest.mark.parametrize("reads", ["blocked", "pallas"])
-@pytest.mark.parametrize("kind", ["none", "all", "chosen"])
+@pytest.mark.parametrize("kind", ["none", pytest.param("all", marks=pytest.mark.wide), "chosen"])
 def test_pages_hold_what_rows_have(kind, reads, monkeypatch):
     """Chunks of 8, 1, 5 and 1 tokens, and of 6 with two of padding. Entries of 4 tokens share pages with those of a
     layer that has none here."""

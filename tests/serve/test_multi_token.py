@@ -147,6 +147,7 @@ def by_hand(modules: int, params, prompt: list[int], reply: list[int]) -> Specul
     return SpeculationStats(steps, tried, tuple(accepted.tolist()))
 
 
+@pytest.mark.wide
 def test_trained_modules_save_steps(weights, drafting):
     """Measured: 3.4 to 4 tokens a step of 4 at most, 1.0 to 1.1 once the modules' numbers are in another order."""
     rng = np.random.default_rng(0)

@@ -74,7 +74,7 @@ def said(engine) -> dict:
     [
         (MeshSpec(), 6, None, False),
         (MeshSpec(), 6, None, True),
-        (MeshSpec(tensor=2), 0, NGRAM, True),
+        pytest.param(MeshSpec(tensor=2), 0, NGRAM, True, marks=pytest.mark.wide),
     ],
 )
 def test_chunks_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts, in_parts):

@@ -48,7 +48,10 @@ def interpreted(monkeypatch) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize(("attention", "held"), [("blocked", "auto"), ("pallas", "auto"), ("pallas", "int8")])
+@pytest.mark.parametrize(
+    ("attention", "held"),
+    [("blocked", "auto"), ("pallas", "auto"), pytest.param("pallas", "int8", marks=pytest.mark.wide)],
+)
 def test_replies_are_the_same(served, monkeypatch, attention, held):
     """With the GPUs' attention over pages, rotation and what is written into pages are one kernel too."""
     model, params, mesh = served
@@ -86,7 +89,7 @@ def test_the_quicker_way_up_to_the_tokens_for_which_it_is():
     assert why == "measured of a layer: 16 tokens 40 us, apart 50; 64 tokens 80 us, apart 70"
 
 
-@pytest.mark.parametrize("held", ["auto", "fp8"])
+@pytest.mark.parametrize("held", ["auto", pytest.param("fp8", marks=pytest.mark.wide)])
 def test_each_way_is_run_and_timed(served, monkeypatch, held):
     """Interpreted, so that a CPU can: every case, with its own program, and all that a layer of it runs."""
     model, params, mesh = served

@@ -51,7 +51,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["gemma, drafts", "gpt_oss", *(pytest.param(n, marks=pytest.mark.wide) for n in ("gemma", "mistral"))]
+)
 def test_replies_are_the_model_s_and_pages_behind_the_window_are_given_on(name):
     config, tokens, pages, groups, drafts = MODELS[name]
     spec = MeshSpec()
