@@ -47,6 +47,8 @@ def read(
                 found.append(_prompt(json.loads(line), where, tokenizer, template))
             except ValueError as error:
                 raise ShardlmError(f"{where} is not JSON: {error}") from None
+    if not found:
+        raise ShardlmError(f"{what}={','.join(paths)} has no line with a prompt")
     too_long = [len(prompt.tokens) for prompt in found if len(prompt.tokens) > longest]
     if too_long:
         raise ShardlmError(

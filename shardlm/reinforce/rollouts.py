@@ -71,7 +71,7 @@ class Rollouts:
             for output, gain in zip(outputs, gained, strict=True)
         ]
         seconds = time.monotonic() - begun
-        told = {name: float(np.nanmean(values)) for name, values in judged.items()} | described(groups)
+        told = means(judged) | described(groups)
         told |= {
             "reward_deviation": float(judged["reward"].reshape(shape).std(axis=1).mean()),
             "undecided_groups": float(np.mean(~gains.any(axis=1))),
@@ -126,6 +126,11 @@ def judge(
     each = {reward.name: reward.judge(given, completions, columns) for reward in rewards}
     total = {"reward": summed(list(each.values()), list(each))}
     return total | ({f"reward_{name}": values for name, values in each.items()} if len(each) > 1 else {})
+
+
+def means(judged: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Of the replies that each function judged; nothing of one that judged none of them."""
+    return {name: float(np.nanmean(values)) for name, values in judged.items() if not np.isnan(values).all()}
 
 
 def described(groups: Sequence[Sequence[CompletionOutput]]) -> dict[str, float]:

@@ -5,14 +5,13 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardlm.data.chats import template_of
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
 from shardlm.reinforce.prompts import Order, Prompt, read
 from shardlm.reinforce.rewards import Reward, load
-from shardlm.reinforce.rollouts import Rollouts, described, judge
+from shardlm.reinforce.rollouts import Rollouts, described, judge, means
 from shardlm.reinforce.sampler import Sampler
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
@@ -92,5 +91,5 @@ class Validation:
         greedy = SamplingParams(temperature=0, max_tokens=grpo.max_tokens)
         groups = self.task.sampler.sample([prompt.tokens for prompt in chosen], [greedy] * count)
         judged = judge(self.task.rewards, chosen, groups)
-        values = {name: float(np.nanmean(found)) for name, found in judged.items()} | described(groups)
+        values = means(judged) | described(groups)
         return {f"validation_{name}": value for name, value in values.items()} | {"validation_loss": -values["reward"]}

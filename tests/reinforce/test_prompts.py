@@ -39,6 +39,7 @@ def test_texts_stay_as_they_are_and_messages_are_rendered(tmp_path):
         ("{", r"p.jsonl:1 is not JSON"),
         ({"text": "a"}, r'p.jsonl:1 has no prompt; a line is {"prompt": ...}'),
         ({"prompt": [{"content": "a"}]}, r"p.jsonl:1 \(prompt\)"),
+        ("\n", "data.train=.*p.jsonl has no line with a prompt"),
         ({"prompt": "a mesh " * 9}, "1 of 1 prompts of data.train are longer than the 8 tokens that train.seq_len"),
     ],
 )
