@@ -1,8 +1,8 @@
 """python -m launch.train --config=configs/grpo.py
 
 Hardware: any computer with a CPU, as two virtual devices, each of which samples too. Trains the model of configs/sft.py
-on what two functions say of its own answers (examples/docstring_prompts.py: one sentence, of about 60 characters), by group
-relative policy optimisation. First, after configs/sft.py:
+on what two functions say of its own answers (examples/docstring_prompts.py: one sentence, of about 60 characters), by
+group relative policy optimisation. First, after configs/sft.py:
 
     python -m launch.convert --checkpoint=runs/sft --output=runs/sft_hf --dtype=float32
     python examples/docstring_prompts.py data/questions
