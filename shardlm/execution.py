@@ -15,7 +15,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.models.transformer import TransformerConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops import attention, grouped_matmul, grouped_weights, paged_attention
 from shardlm.ops.weight_format import DYNAMIC, PUBLISHED, AsPublished, WeightFormat
 from shardlm.published_weights import as_published, frozen_as_published, kinds_in, not_published, takes_no
