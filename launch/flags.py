@@ -51,6 +51,14 @@ class Amount(flags.ArgumentParser):
         return float(argument) if isinstance(argument, int | float) else parse_amount(argument)
 
 
+flags.disclaim_key_flags()  # of whoever calls `define_amount` are its flags
+
+
+def define_amount(name: str, default: float, help: str) -> flags.FlagHolder:
+    """A flag whose value is an Amount."""
+    return flags.DEFINE(Amount(), name, default, help, serializer=flags.ArgumentSerializer())
+
+
 def config_name() -> str:
     """The file that --config names."""
     return _CONFIG.value or ""

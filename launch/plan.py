@@ -19,10 +19,10 @@ from absl import flags
 from launch.auto import given, split_auto
 from launch.flags import (
     OF_SERVING,
-    Amount,
     check_writable,
     collect_rarely,
     config_name,
+    define_amount,
     plain_switch,
     refuse_without,
     run,
@@ -48,13 +48,7 @@ _TOP = flags.DEFINE_integer("top", 8, "How many meshes to show.", lower_bound=1)
 _VERIFY = flags.DEFINE_integer(
     "verify", None, "How many of the best to compile for their GPUs; by default 2, with --serve 1.", lower_bound=0
 )
-_TOKENS = flags.DEFINE(
-    Amount(),
-    "tokens",
-    0.0,
-    "Length of the run, such as 15T; 0: what train.steps come to.",
-    serializer=flags.ArgumentSerializer(),
-)
+_TOKENS = define_amount("tokens", 0.0, "Length of the run, such as 15T; 0: what train.steps come to.")
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
 _REPORT = flags.DEFINE_string("report", None, "Write a page with pictures to this .html file.")

@@ -18,9 +18,9 @@ from absl import flags
 from launch.auto import given, split_auto
 from launch.flags import (
     OF_SERVING,
-    Amount,
     check_writable,
     collect_rarely,
+    define_amount,
     plain_switch,
     refuse_without,
     run,
@@ -41,13 +41,7 @@ _NUM_GPUS = flags.DEFINE_integer("num_gpus", None, "How many GPUs.", lower_bound
 _GPUS_PER_HOST = flags.DEFINE_integer("gpus_per_host", 0, "0: as in NVIDIA's own systems.", lower_bound=0)
 _FABRIC = flags.DEFINE_enum("fabric", None, FABRICS, "What joins hosts, in place of the cluster's; --gpu: InfiniBand.")
 _PROFILE = flags.DEFINE_string("profile", None, "A measured machine's profile, by launch.topology, instead of --gpu.")
-_TOKENS = flags.DEFINE(
-    Amount(),
-    "tokens",
-    0.0,
-    "Length of the run, such as 15T; 0: what train.steps come to.",
-    serializer=flags.ArgumentSerializer(),
-)
+_TOKENS = define_amount("tokens", 0.0, "Length of the run, such as 15T; 0: what train.steps come to.")
 
 _TARGET = flags.DEFINE_string(
     "target", None, "As above; K to T for thousands to trillions, minutes to years, /s to /day."
@@ -56,13 +50,7 @@ _SERVE = flags.DEFINE_bool("serve", False, "The target is of serving; with the f
 _MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder, config.json or *.gguf, not --config.")
 _CLUSTERS = flags.DEFINE_list("clusters", None, "Kinds of clusters or GPUs that may serve a target.")
 _DOLLARS = flags.DEFINE_float("max_dollars", 0, "What a run may cost; 0: anything.", lower_bound=0)
-_BATCH = flags.DEFINE(
-    Amount(),
-    "max_batch_tokens",
-    0.0,
-    "How far the global batch may be raised, such as 32M; 0: 16 M.",
-    serializer=flags.ArgumentSerializer(),
-)
+_BATCH = define_amount("max_batch_tokens", 0.0, "How far the global batch may be raised, such as 32M; 0: 16 M.")
 
 _HARDWARE = flags.DEFINE_string("hardware", None, "TOML or JSON file with further GPUs and clusters.")
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)

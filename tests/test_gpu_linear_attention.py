@@ -25,6 +25,18 @@ from shardlm.topology import topology
 pytestmark = MARKS
 
 
+def of_rule(gpu, dtype, B, T, K, N, H, V, by_channel=False):
+    """(the mesh of one GPU, the arguments of `gated_delta` there: queries, keys and values in this dtype, decays, beta
+    and the state in float32, and the numbers of texts)."""
+    mesh = MeshSpec().build(topology(gpu, 1, 1))
+    on = jax.sharding.NamedSharding(mesh, jax.P())
+    near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
+    wide = [(B, T, N, H) if by_channel else (B, T, N), (B, T, N), (B, N, H, V)]
+    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
+    given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in wide]
+    return mesh, [*given, jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)]
+
+
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 @pytest.mark.parametrize(
     "dtype,kernels", [(jnp.bfloat16, 2), (jnp.float32, 0)], ids=["bf16 by channel", "fp32 by channel"]
@@ -32,19 +44,13 @@ pytestmark = MARKS
 def test_states_that_decay_by_channel_are_carried_by_a_kernel_in_16_bits(gpu, dtype, kernels):
     """Forward and back; of float32 by a loop each."""
     B, T, K, N, H, V = 1, 1024, 2, 4, 128, 128
-    mesh = MeshSpec().build(topology(gpu, 1, 1))
-    on = jax.sharding.NamedSharding(mesh, jax.P())
-    near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
-    wide = [(B, T, N, H), (B, T, N), (B, N, H, V)]
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
-    given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in wide]
-    text = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)
+    mesh, given = of_rule(gpu, dtype, B, T, K, N, H, V, by_channel=True)
 
     def loss(*given):
         return jnp.sum(gated_delta(*given)[0].astype(jnp.float32))
 
     with jax.set_mesh(mesh):  # which says what is compiled for, as jax 0.11 on asks
-        found = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given, text).compile().as_text()
+        found = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given).compile().as_text()
     assert found.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels
     assert found.count(" while(") == 2 - kernels
 
@@ -54,14 +60,9 @@ def test_prompts_of_the_gated_delta_rule_are_kernels_in_16_bits(gpu, dtype):
     """Forward alone, without a loop, and without matrices of tokens by tokens in memory; what they multiply and move is
     what plans count. Of float32 XLA's products."""
     B, T, K, N, H, V, tokens = 2, 2048 - 30, 4, 8, 128, 64, 2048
-    mesh = MeshSpec().build(topology(gpu, 1, 1))
-    on = jax.sharding.NamedSharding(mesh, jax.P())
-    near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
-    given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in [(B, T, N)] * 2 + [(B, N, H, V)]]
-    text = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)
+    mesh, given = of_rule(gpu, dtype, B, T, K, N, H, V)
     with jax.set_mesh(mesh):
-        compiled = jax.jit(gated_delta).lower(*given, text).compile()
+        compiled = jax.jit(gated_delta).lower(*given).compile()
     found, memory = compiled.as_text(), compiled.memory_analysis()
     kernels = re.findall(r'triton".*op_name="[^"]*/(\w+)/pallas_call"', found)
     squares_bytes = 4 * B * tokens * N * CHUNK
@@ -85,18 +86,13 @@ def test_gradients_of_the_gated_delta_rule_are_kernels_in_16_bits(gpu, dtype):
     """Without a loop, and without float32 matrices of tokens by tokens in memory; what they multiply is what plans
     count, and what they move. Of float32 XLA's products."""
     B, T, K, N, H, V, tokens = 1, 2048 - 30, 4, 8, 128, 64, 2048
-    mesh = MeshSpec().build(topology(gpu, 1, 1))
-    on = jax.sharding.NamedSharding(mesh, jax.P())
-    near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
-    given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in [(B, T, N)] * 2 + [(B, N, H, V)]]
-    text = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)
+    mesh, given = of_rule(gpu, dtype, B, T, K, N, H, V)
 
     def loss(*given):
         return jnp.sum(jnp.square(gated_delta(*given)[0].astype(jnp.float32)))
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given, text).compile()
+        compiled = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given).compile()
     found, memory = compiled.as_text(), compiled.memory_analysis()
     kernels = re.findall(r'triton".*op_name="[^"]*/(\w+)/pallas_call"', found)
     states_bytes, values_bytes = 2 * B * tokens // CHUNK * N * H * V, 2 * B * tokens * N * V
@@ -125,18 +121,13 @@ def test_chunks_of_mamba_are_kernels_in_16_bits(gpu, dtype):
     """Forward and back, without a loop, and without what tokens see of each other in memory; their products are
     counted. Of float32 XLA's."""
     B, T, K, N, H, V = 1, 2048, 2, 32, 128, 64
-    mesh = MeshSpec().build(topology(gpu, 1, 1))
-    on = jax.sharding.NamedSharding(mesh, jax.P())
-    near = [(B, T, K, H), (B, T, K, H), (B, T, N, V)]
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape in near]
-    given += [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on) for shape in [(B, T, N)] * 2 + [(B, N, H, V)]]
-    text = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=on)
+    mesh, given = of_rule(gpu, dtype, B, T, K, N, H, V)
 
     def loss(*given):
         return jnp.sum(jnp.square(gated_delta(*given, takes_back=False)[0].astype(jnp.float32)))
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given, text).compile()
+        compiled = jax.jit(jax.grad(loss, argnums=range(6))).lower(*given).compile()
     found, memory = compiled.as_text(), compiled.memory_analysis()
     kernels = collections.Counter(re.findall(r'triton".*op_name="[^"]*/summed_(\w+)/pallas_call"', found))
     pairs_bytes = 2 * T * N * SUMMED

@@ -1,5 +1,5 @@
 """The programs that serve: chunks of prompts, and steps of decoding. Pure functions of fixed shapes; which are compiled
-and what they are called with is runner.py's."""
+is runner.py's, and what they are called with inputs.py's."""
 
 import dataclasses
 import math

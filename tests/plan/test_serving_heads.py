@@ -1,5 +1,6 @@
 """Serving plans of models whose layers differ in what they keep: heads of two sizes in one pool of pages, layers that
-read what others keep, and inputs of each layer's own. That the engine allocates as planned is test_serving.py's."""
+read what others keep, and inputs of each layer's own. That the engine allocates as planned is
+test_serving_memory.py's."""
 
 import pathlib
 
