@@ -63,7 +63,9 @@ COSTLY = {  # 16 to 46 s of a core
 EXPERTS = MeshSpec(fsdp=2, expert=2, tensor=2)
 # And blocks without a feed-forward layer, experts that read a latent, a group of queries and keys that devices share.
 WIDE = [(family, LONG) for family in [*sorted(COSTLY), "falcon_h1_norm", "granitemoehybrid"]]
-WIDE += [("nemotron_h", EXPERTS), ("lfm2_moe", EXPERTS)]
+WIDE += [("nemotron_h", EXPERTS), ("lfm2_moe", EXPERTS), ("phimoe", EXPERTS)]
+# Linear biases in a ring; norms of heads that are split; a bias of the head, whose vocabulary is split.
+WIDE += [("mpt", LONG), ("stablelm_parallel", MeshSpec(tensor=2)), ("phi", MeshSpec(fsdp=2, tensor=2))]
 CASES = [
     ("qwen3_moe", EXPERTS),
     ("gemma3", LONG),
