@@ -30,7 +30,7 @@ class TransformerConfig:
     """The shape of a decoder. Architectures (models/llama.py, ...) build it from their own, familiar fields.
 
     embed_scale    factor on the embedding (Gemma, Granite)
-    embed_norm     the embedding has a norm without a scale before the first layer (nanochat)
+    embed_norm     the embedding has a norm before the first layer (BLOOM; nanochat's has no scale)
     logits         what becomes of the output head's products
     max_positions  learned positions that are added to the embedding (GPT-2); 0: none
     first_position  row of their table that a text's first token has (OPT: 2)

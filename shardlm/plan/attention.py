@@ -66,9 +66,9 @@ def _projections(attention: AttentionConfig | MlaConfig, D: int, tensor: int) ->
     K = attention.num_kv_heads / (1 if attention.num_kv_heads % tensor else tensor)  # too few are whole everywhere
     keys, values = (
         K * width * (letter in attention.made)
-        for letter, width in (("k", attention.head_dim), ("v", attention.value_dim))
+        for letter, width in (("k", attention.projected_dim), ("v", attention.value_dim))
     )
-    columns = N * attention.head_dim + keys + values
+    columns = N * attention.projected_dim + keys + values
     yield "queries, keys and values", columns + attention.gates / tensor, D
     yield "output", D, N * attention.value_dim
 
