@@ -317,6 +317,8 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         ("longcat_flash", {}, "no formulas for mixtures that are added a layer later, which this model has: choose"),
         ("minimax_m3", {}, "no formulas for kv heads that attend to blocks of their own, which this model has"),
         ("minimax_m3", {"mesh": MeshSpec(context=2)}, "context=2: each kv head of the model attends to blocks of its"),
+        ("glm5_next", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model have several streams, or what"),
+        ("longcat_flash", {"mesh": MeshSpec(pipeline=2)}, "=2: layers of the model have several streams, or what is"),
         ("glm5_next", {}, "no formulas for queries that attend to chosen pools of tokens, which this model has"),
         (
             "qwen4_exp",
