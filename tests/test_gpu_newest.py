@@ -41,7 +41,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 # Of attention over pages and of the merge of its parts, for each kv head by itself in MiniMax M3's second layer; of
 # states, and of what mixes streams.
-KERNELS = {}
+KERNELS = {("minimax_m3", 1): 10, ("minimax_m3", 2): 6, ("glm5_next", 1): 7, ("longcat_flash", 1): 4}
+KERNELS |= {("minimax", 1): 3, ("muse_glimmer", 1): 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def test_the_newest_decode_where_pages_lie(name, tensor):
     kernels = text.count('custom_call_target="__gpu$xla.gpu.triton"')
     assert kernels == KERNELS[name, tensor]
     own = sum(math.prod(a.shape) * a.dtype.itemsize for a in state.pages.values()) // tensor
-    assert compiled.memory_analysis().alias_size_in_bytes >= own / tensor
+    assert compiled.memory_analysis().alias_size_in_bytes >= own
     for name, pool in state.pages.items():
         if pool.shape[0] % 4097:
             continue  # memories of texts, in slots

@@ -199,6 +199,7 @@ class TransformerConfig:
             "turn by frequencies that are learned": self.frequencies,
             "look at the tokens themselves": self.hashed or self.ngrams,
             "keep rows of several kinds in pages": self.compressed,
+            "have several streams, or what is added later, between them": self.streams is not None,
         }
         what = next((what for what, needed in needs.items() if needed), "")
         if count > 1 and what:

@@ -25,9 +25,9 @@ MUSE = {
 }
 GLM5_NEXT = {
     **{name: value for name, value in {**SIZES, **MLA, **INDEXED}.items() if name != "first_k_dense_replace"},
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "hc_sinkhorn_iters": 4,
     "qk_rope_head_dim": 0,
     "index_kpool": 3,
     "index_topk": 6,

@@ -2,10 +2,17 @@
 
 import json
 import pathlib
+import shutil
 
+import jax
+import numpy as np
 import pytest
 from published_sizes import YARN, check_size, common
+from test_opening import change_tensors
 
+import shardlm
+from shardlm import hf_files
+from shardlm.errors import ShardlmError
 from shardlm.models import registry
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
@@ -250,3 +257,54 @@ def test_ling_as_transformers_writes_it():
     written = registry.transformer({**said, "linear_head_dim": 16})
     published = {key: value for key, value in said.items() if not key.startswith("linear_")} | {"head_dim": 16}
     assert written == registry.transformer(published) != registry.transformer(said)
+
+
+SEEING = {  # name -> (before the names of the text's tensors, and of what sees and is left aside)
+    "glm5_next": ("model.language_model.", ["model.visual.blocks.0.attn.qkv", "model.visual.merger.proj"]),
+    "minimax_m3": (
+        "language_model.model.",
+        ["vision_tower.vision_model.pre_layrnorm", "multi_modal_projector.linear_1", "patch_merge_mlp.linear_2"],
+    ),
+    "muse_glimmer": (
+        "model.language_model.",
+        ["model.vision_tower.norm", "model.vision_adapter.fc1", "model.vision_projection"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_text_beside_what_sees(name, tmp_path):
+    """As published, with the options of both."""
+    prefix, seen = SEEING[name]
+    folder = shutil.copytree(REFERENCES / name, tmp_path / "seeing")
+    options = json.loads((folder / "config.json").read_text())
+    own = {"model_type": options["model_type"].removesuffix("_text"), "text_config": options, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(own | {"image_token_id": 5}))
+    tensors = {n: stored.read(...).astype(np.float32) for n, stored in hf_files.Folder.open(folder).tensors.items()}
+    head = prefix.removesuffix("model.") if name == "minimax_m3" else ""
+    moved = {n.replace("model.", prefix, 1) if n.startswith("model.") else f"{head}{n}": a for n, a in tensors.items()}
+    aside = {f"{n}.weight": np.ones((2, 2), np.float32) for n in seen}
+    change_tensors(folder, **dict.fromkeys(tensors) | moved | aside)
+    opened, alone = (shardlm.load(path, dtype="float32") for path in (folder, REFERENCES / name))
+    assert opened.model.config == alone.model.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, opened.params, alone.params))
+
+
+def test_longcat_as_transformers_writes_it(tmp_path):
+    """With gates of experts that give back what they read; one beyond them is named."""
+    folder = shutil.copytree(REFERENCES / "longcat_flash", tmp_path / "written")
+    expert = "model.layers.1.mlp.experts.{}.gate_proj.weight"
+    change_tensors(folder, **{expert.format(number): np.ones((24, 32), np.float32) for number in (4, 5)})
+    opened, plain = (shardlm.load(path, dtype="float32") for path in (folder, REFERENCES / "longcat_flash"))
+    assert jax.tree.all(jax.tree.map(np.array_equal, opened.params, plain.params))
+    change_tensors(folder, **{expert.format(6): np.ones((24, 32), np.float32)})
+    with pytest.raises(ShardlmError, match=r"experts\.6\.gate_proj\.weight is not known"):
+        shardlm.load(folder, dtype="float32")
+
+
+def test_minimax_without_the_decays_that_transformers_writes(tmp_path):
+    """Which are rounded: they are made of the options."""
+    folder = shutil.copytree(REFERENCES / "minimax", tmp_path / "written")
+    change_tensors(folder, **{"model.layers.0.self_attn.slope_rate": np.ones((4, 1, 1), np.float32)})
+    opened, plain = (shardlm.load(path, dtype="float32") for path in (folder, REFERENCES / "minimax"))
+    assert jax.tree.all(jax.tree.map(np.array_equal, opened.params, plain.params))

@@ -61,6 +61,7 @@ MESHED += [(name, spec) for name in NEWEST for spec in (TENSOR, EXPERT, DATA, PI
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse
+UNSTAGED += ("glm5_next", "longcat_flash")
 REST = [case for case in REST if case not in SAMPLE and case not in [(name, PIPELINE) for name in UNSTAGED]]
 COSTLY = ("deepseek_v32", *UNSTAGED)  # 6 to 18 s of a core
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
