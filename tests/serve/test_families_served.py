@@ -55,6 +55,7 @@ MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, 
 MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 # A head of keys that all devices have, norms of each head, a bias of the head, rows before the first position, slopes.
 MESHED += [(name, TENSOR) for name in ("falcon", "cohere", "phi", "opt", "stablelm_parallel", "bloom")]
+MESHED += [("phi", PIPELINE), ("bloom", PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse

@@ -111,8 +111,8 @@ class InUse:
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """layers  the parameters of each layer, first to last
-    beside  of no layer, by name: embedding, head_streams, head_gates, final_norm, head, positions, layer_inputs,
-            ngram_tables
+    beside  of no layer, by name: embedding, embed_norm, head_streams, head_gates, final_norm, head, head_bias,
+            positions, layer_inputs, ngram_tables
     """
 
     layers: tuple[tuple[Held, ...], ...]
@@ -121,8 +121,8 @@ class Weights:
 
     def stage(self, layers: slice, first: bool, last: bool) -> list[Held]:
         """Of a pipeline stage (serve/stages.py)."""
-        here = ["embedding", "positions", "layer_inputs", "ngram_tables"] if first else []
-        here += ["head_streams", "head_gates", "final_norm", "head"] if last else []
+        here = ["embedding", "positions", "embed_norm", "layer_inputs", "ngram_tables"] if first else []
+        here += ["head_streams", "head_gates", "final_norm", "head", "head_bias"] if last else []
         here += ["embedding"] if last and self.tied and not first else []
         own = [held for layer in self.layers[layers] for held in layer]
         return own + [held for name in here for held in self.beside.get(name, ())]
