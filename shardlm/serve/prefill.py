@@ -42,6 +42,9 @@ def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[Prefil
         "layers read others' keys and values": model.config.reads,
         "queries attend to chosen tokens": model.config.sparse,
         "latents are wider than cuDNN's heads": latent,
+        "keys have their positions in them (linear biases), and values are narrower": any(
+            getattr(attention, "slopes", ()) for attention in model.config.attentions()
+        ),
         f"attention is {execution.attention} (platform, dtype, head size, soft caps)": (execution.attention != "cudnn"),
         f"pages hold {execution.kv_cache}: a prompt that is cached and one that is not would differ by its rounding": (
             execution.kv_cache in ("fp8", "int8")

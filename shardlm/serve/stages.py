@@ -122,8 +122,8 @@ def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> 
         if part.frozen_shapes is not None:
             held = joined(held, jax.tree.map(lambda s: at_rest(s, mesh), part.shapes))
     here = {"segments"}
-    here |= {"embedding", "positions"} if first else set()
-    here |= {"final_norm", "head"} if last else set()
+    here |= {"embedding", "positions", "embed_norm"} if first else set()
+    here |= {"final_norm", "head", "head_bias"} if last else set()
     here |= {"embedding"} if last and config.tie_embeddings else set()
     here |= {"mtp", "embedding", "positions"} if last and config.mtp else set()
     own = {name: held[name] for name in held if name in here}

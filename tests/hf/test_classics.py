@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import mesh_of
@@ -16,6 +17,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.ops.routing import sparsely_mixed
 from shardlm.rules import Rules
+from shardlm.serve.prefill import chosen
 from shardlm.state import ModelDef, cache_entries
 
 REFERENCES = pathlib.Path(__file__).parent / "references"
@@ -243,6 +245,18 @@ def test_keys_with_positions_are_not_kept_in_8_bits():
             model = ModelDef.make(shape, Execution(Rules.make("zero3", spec).for_decoding(), kv_cache=held))
             with pytest.raises(ShardlmError, match=f"kv_cache_dtype={held}: keys of the model have their positions"):
                 cache_entries(model)
+
+
+def test_prompts_whose_keys_have_positions_attend_over_pages():
+    """Whose kernel takes any width; of cuDNN's for narrower values not every version has them."""
+    spec = MeshSpec()
+    with jax.set_mesh(mesh_of(spec)):
+        execution = Execution(Rules.make("zero3", spec).for_decoding(), dtype=jnp.bfloat16, attention="cudnn")
+        ways = [
+            chosen("auto", ModelDef.make(registry.transformer(options_of(name)), execution), False)
+            for name in ("bloom", "falcon")
+        ]
+    assert [how.whole for how, _ in ways] == ["pages", "cudnn"] and "linear biases" in ways[0][1]
 
 
 def test_positions_that_a_config_does_not_say():

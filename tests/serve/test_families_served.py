@@ -58,6 +58,7 @@ MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [(name, TENSOR) for name in ("falcon", "cohere", "phi", "opt", "stablelm_parallel", "bloom")]
 MESHED += [("muse_glimmer", spec) for spec in (TENSOR, PIPELINE)]
 MESHED += [(name, spec) for name in NEWEST for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+MESHED += [("phi", PIPELINE), ("bloom", PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
 REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse

@@ -26,7 +26,7 @@ def how_of(sizes: RunnerConfig, each: float, before: float) -> How:
 def attends(how: How, attention: AttentionConfig) -> How:
     """The same of one layer."""
     narrow = getattr(attention, "window", 0) or getattr(attention, "chunk", 0)
-    return "pages" if how == "parts" and narrow else how
+    return "pages" if (how == "parts" and narrow) or getattr(attention, "slopes", ()) else how
 
 
 def gathered(tokens: float, rows: float, before: float, position: float, out: float) -> Iterator[Op]:

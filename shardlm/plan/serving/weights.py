@@ -113,8 +113,8 @@ class InUse:
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """layers  the parameters of each layer, first to last
-    beside  of no layer, by name: embedding, head_streams, head_gates, final_norm, head, positions, layer_inputs,
-            ngram_tables, and, in models that have no stages, faster, altup_ends
+    beside  of no layer, by name: embedding, embed_norm, head_streams, head_gates, final_norm, head, head_bias,
+            positions, layer_inputs, ngram_tables, and, in models that have no stages, faster, altup_ends
     """
 
     layers: tuple[tuple[Held, ...], ...]
@@ -123,8 +123,9 @@ class Weights:
 
     def stage(self, layers: slice, first: bool, last: bool) -> list[Held]:
         """Of a pipeline stage (serve/stages.py)."""
-        here = ["embedding", "positions", "layer_inputs", "ngram_tables", "faster", "altup_ends"] if first else []
-        here += ["head_streams", "head_gates", "final_norm", "head"] if last else []
+        first_ones = ["embedding", "positions", "embed_norm", "layer_inputs", "ngram_tables", "faster", "altup_ends"]
+        here = first_ones if first else []
+        here += ["head_streams", "head_gates", "final_norm", "head", "head_bias"] if last else []
         here += ["embedding"] if last and self.tied and not first else []
         own = [held for layer in self.layers[layers] for held in layer]
         return own + [held for name in here for held in self.beside.get(name, ())]
