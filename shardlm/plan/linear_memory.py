@@ -4,6 +4,7 @@ tests/plan/compiled_memory.json."""
 
 from collections.abc import Sequence
 
+from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.short_conv import ShortConvConfig
@@ -33,8 +34,14 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
     and no longer while MLPs' arrays wait: the fuller of both.
     """
     segments = zip(parts.layers, sketch.shape.segments, strict=True)
-    found = [_of(sketch, parts, pattern, one) for pattern, one in segments if any(each.rule for each in pattern)]
+    found = [_of(sketch, parts, pattern, one) for pattern, one in segments if _holds(pattern, one)]
     return max(found, key=lambda kinds: sum(kinds.values()), default={})
+
+
+def _holds(pattern: Sequence[Layer], segment: Segment) -> bool:
+    """Whether layers are such: streams that are predicted and corrected wait for weights' gradients alike."""
+    predicted = any(isinstance(block.streams, AltUpConfig) for block in segment.pattern)
+    return predicted or any(each.rule for each in pattern)
 
 
 def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment) -> Kinds:

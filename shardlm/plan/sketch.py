@@ -12,7 +12,6 @@ from flax.traverse_util import flatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
-from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
@@ -113,7 +112,6 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         "streams that are not mixed": mesh is not None
         and isinstance(shape.streams, StreamsConfig)
         and not shape.streams.iterations,
-        "streams that are predicted and corrected": mesh is not None and isinstance(shape.streams, AltUpConfig),
         "gates or sinks of latent attention": mesh is not None
         and any(
             getattr(block.attention, "gates", 0) or getattr(block.attention, "sinks", False)

@@ -256,11 +256,6 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         (
-            "gemma3n",
-            {},
-            "no formulas for streams that are predicted and corrected, which this model has: choose a mesh",
-        ),
-        (
             "bailing_hybrid",
             {},
             "no formulas for gates or sinks of latent attention and decays by channel without a latent, which",
