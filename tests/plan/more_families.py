@@ -26,15 +26,19 @@ def _of(reference: str, *by_layer: str) -> Callable[..., Pretrained]:
     return made
 
 
-MODELS = {"convolved": _of("lfm2"), "beside": _of("falcon_h1"), "predicted": _of("gemma3n")}
-SERVED = {  # of which no training step is recorded
-    "convolved experts": _of("lfm2_moe"),
-    "gated": _of("lfm3"),
+MODELS = {
+    "convolved": _of("lfm2"),
+    "beside": _of("falcon_h1"),
     "straight": _of("bailing_hybrid", "mlp_layer_types"),
     "unmixed": _of("hy_v4", "layer_types", "mlp_layer_types", "indexer_types"),
     "faster": _of(
         "mistral_large4", "layer_types", "mlp_layer_types", "indexer_types", "kv_source_layers", "no_rope_layers"
     ),
+    "predicted": _of("gemma3n"),
+}
+SERVED = {  # of which no training step is recorded
+    "convolved experts": _of("lfm2_moe"),
+    "gated": _of("lfm3"),
 }
 _LFM = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65_536}
 _CONVOLVED = _LFM | {"kinds": "CCF" * 4, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False}

@@ -91,5 +91,5 @@ def test_what_is_not_known_of_their_memory_is_said():
     for name, words in (("convolved-fsdp", "short convolutions were"), ("beside-fsdp", "Mamba 2 beside attention was")):
         run = run_of(PICKED[name])
         assert not memory(Sketch.of(run, H100)).doubt
-        for changes in ({"remat": "dots"}, {"mesh": MeshSpec(fsdp=1, context=2)}):
+        for changes in ({"remat": "dots"}, {"mesh": MeshSpec(data=2, fsdp=1)}):
             assert words in memory(Sketch.of(dataclasses.replace(run, **changes), H100)).doubt
