@@ -72,6 +72,9 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "decays by channel without a latent were compared over fsdp, without experts (1 program)": any(
             getattr(block.attention, "straight", False) for block in shape.kinds
         ),
+        "short convolutions with norms behind layers were not compared": (
+            _convolves(sketch) and any(block.norms != "pre" for block in shape.kinds)
+        ),
         "streams that are not mixed needed 6% more (1 compiled program, without experts)": (
             isinstance(shape.streams, StreamsConfig) and not shape.streams.iterations
         ),
