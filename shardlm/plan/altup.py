@@ -9,7 +9,7 @@ from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch
 
 # Of the bytes of all streams, how often they are moved, forward and for gradients, in how many kernels beside products.
-PASSES, PASSES_BACK = 8, 20
+PASSES, PASSES_BACK = 15, 39
 SMALL, SMALL_BACK = 10, 30
 
 

@@ -1,6 +1,7 @@
 """Where the estimate of memory may be farther than 5% from the compiled program: kinds of runs that no recorded program
 (tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
 
+from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.short_conv import ShortConvConfig
@@ -62,8 +63,20 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "Mamba 2 beside attention was compared over fsdp and tensor with remat=full and one microbatch alone": (
             shape.both and _other_than(sketch, "tensor")
         ),
-        "short convolutions were compared over fsdp and tensor with remat=full and one microbatch alone": (
-            _convolves(sketch) and _other_than(sketch, "tensor")
+        "short convolutions were compared over fsdp, tensor and context with remat=full and one microbatch alone": (
+            _convolves(sketch) and _other_than(sketch, "tensor", "context")
+        ),
+        "frequencies that are learned were compared over fsdp with remat=full, without experts (1 program)": bool(
+            shape.frequencies
+        ),
+        "decays by channel without a latent were compared over fsdp, without experts (1 program)": any(
+            getattr(block.attention, "straight", False) for block in shape.kinds
+        ),
+        "short convolutions with norms behind layers were not compared": (
+            _convolves(sketch) and any(block.norms != "pre" for block in shape.kinds)
+        ),
+        "streams that are not mixed needed 6% more (1 compiled program, without experts)": (
+            isinstance(shape.streams, StreamsConfig) and not shape.streams.iterations
         ),
         "chosen tokens with remat=dots, in stages or shared by layers were not compared": (
             any(chosen_bytes(block.attention, sketch) for block in shape.kinds)

@@ -4,8 +4,10 @@ tests/plan/compiled_memory.json."""
 
 from collections.abc import Sequence
 
+from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
+from shardlm.layers.mla import MlaConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.stack import Segment
 from shardlm.plan.activations import Kinds, Layer, exchanges, kept
@@ -33,8 +35,25 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
     and no longer while MLPs' arrays wait: the fuller of both.
     """
     segments = zip(parts.layers, sketch.shape.segments, strict=True)
-    found = [_of(sketch, parts, pattern, one) for pattern, one in segments if any(each.rule for each in pattern)]
+    found = [_of(sketch, parts, pattern, one) for pattern, one in segments if _holds(pattern, one)]
     return max(found, key=lambda kinds: sum(kinds.values()), default={})
+
+
+def _holds(pattern: Sequence[Layer], segment: Segment) -> bool:
+    """Whether layers are such: streams that are predicted and corrected wait for weights' gradients alike, and layers
+    of several kinds that attend to chosen tokens."""
+    return _predicted(segment) or _chooses(segment) or any(each.rule for each in pattern)
+
+
+def _predicted(segment: Segment) -> bool:
+    return any(isinstance(block.streams, AltUpConfig) for block in segment.pattern)
+
+
+def _chooses(segment: Segment) -> bool:
+    """Whether layers of several kinds attend to chosen tokens."""
+    return len(segment.pattern) > 1 and any(
+        isinstance(mixer, MlaConfig) and mixer.indexer for mixer in _mixers(segment)
+    )
 
 
 def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment) -> Kinds:
@@ -42,21 +61,25 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
     again, copies = sketch.config.remat != "none", sketch.config.remat in ("none", "dots") and segment.repeats > 2
     by_channel = any(getattr(mixer, "by_channel", False) for mixer in _mixers(segment))
     by_kernels = any(Rule.of(attention, sketch).kernels for attention in _of_mamba(segment))
-    late = _late(sketch, pattern, segment) if again else (one,)
-    waiting = pattern if by_channel else late if by_kernels else (one,)
+    straight = any(getattr(mixer, "straight", False) for mixer in _mixers(segment))  # one after the other (1 program)
+    late = _late(sketch, pattern, segment) if again and not straight else (one,)
+    waiting = (one,) if straight else pattern if by_channel else late if by_kernels else (one,)
     rule = sum(each.rule for each in waiting) if again else max(0.0, one.rule - one.rule_kept)
     taken = sum(sum(kept(layer, sketch).values()) for layer in pattern) if copies else 0
     if again and _in_turn(sketch, segment):
         late, rule = (one,), one.rule + READY * (sum(each.rule for each in pattern) - one.rule)
         taken += max(each.bias for each in pattern)
-    wide = 8 * sum(layer.whole for layer in late) if by_channel and sketch.mesh.tensor > 1 else 0
+    if _chooses(segment):  # the layer that is done backwards attends to chosen tokens
+        taken += max(each.mask + 2 * (each.queries + each.keys + each.values + each.output) for each in pattern)
+    many = 8 if by_channel else 3 if _predicted(segment) else 0  # arrays that are whole over tensor
+    wide = many * sum(layer.whole for layer in late) if sketch.mesh.tensor > 1 else 0
     kinds = {
         "linear attention": rule,
         "mlp": (4 if again else 2) * sum(layer.products * layer.hidden for layer in late),
         "streams": 8 * sum(layer.stream for layer in late) / sketch.mesh.tensor + wide,
         "attention": taken,
         "experts": _experts(sketch, late),
-        "weights in use": parts.largest * (1.5 * len(pattern) if parts.gathers else 1),
+        "weights in use": parts.largest * ((1 if straight else 1.5) * len(pattern) if parts.gathers else 1),
     }
     ways = [Rule.of(mixer, sketch) for mixer in _mixers(segment) if _of_delta(mixer)]
     if not (again and any(way.kernels for way in ways)):
@@ -89,9 +112,10 @@ def _in_turn(sketch: Sketch, segment: Segment) -> bool:
 def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequence[Layer]:
     """Those whose arrays wait for the products that make weights' gradients: all, but in stages one. Of Mamba 2 two: in
     stages, where devices share groups, and where either tensor or context splits heads (9 of 20 compiled programs); of
-    short convolutions where tensor does."""
+    short convolutions where tensor or context splits anything (2 of 2)."""
     pipelined = sketch.mesh.pipeline > 1
-    if any(isinstance(mixer, ShortConvConfig) for mixer in _mixers(segment)) and sketch.mesh.tensor > 1:
+    convolves = any(isinstance(mixer, ShortConvConfig) for mixer in _mixers(segment))
+    if convolves and sketch.mesh.size("tensor", "context") > 1:
         return sorted(pattern, key=lambda one: one.rule + one.hidden)[-2:]
     if not _of_mamba(segment):
         return (max(pattern, key=lambda one: one.rule),) if pipelined else pattern

@@ -242,17 +242,18 @@ def _mixing(sketch: Sketch, attention, there: int) -> tuple[float, float, float]
     gathers = scatters = sums = 0.0
     if isinstance(attention, MlaConfig):
         narrow = attention.kv_latent_dim + attention.rope_dim
-        # The stream itself, of queries without a latent and of gates.
-        read = attention.q_latent_dim + D * (not attention.q_latent_dim or attention.gates > 0)
-        gathers += there * (narrow + read) * item
-        scatters += read * item
+        # The stream itself, of queries without a latent and of gates, which have a gradient each.
+        queries, gate = attention.q_latent_dim or D, D * (attention.gates > 0)
+        gathers += there * (narrow + queries + (gate if attention.q_latent_dim else 0)) * item
+        scatters += (queries + gate) * item
         if attention.rope:
             sums += 2 * narrow * item
+            sums += 2 * 2 * WIDE * sketch.shape.frequencies  # gradients of what turns pairs, of all heads
         else:  # nothing stands between the sum of gradients and its split
             scatters += narrow * item
         if chooser := choosing.chooser_of(attention, sketch):
-            queries = D if chooser.of_stream else 0  # of whole rows, after a norm of their own
-            gathers += there * ((chooser.head_dim + queries) * item + 4 * chooser.num_heads)
+            own = D if chooser.of_stream else 0  # of whole rows, after a norm of their own
+            gathers += there * ((chooser.head_dim + own) * item + 4 * chooser.num_heads)
     elif isinstance(attention, CompressedConfig):  # what reads the stream is made of split tokens, by whole weights
         of_loss, of_choice = numbers(attention, sketch)
         own = chooser_of(attention, sketch)

@@ -12,15 +12,11 @@ from flax.traverse_util import flatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
-from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.block_indexer import BlockIndexerConfig
-from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.head_indexer import HeadIndexerConfig
-from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.lightning import LightningConfig
 from shardlm.layers.lora import LoraConfig
-from shardlm.layers.mla import MlaConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.layers.pooled_indexer import PooledIndexerConfig
@@ -114,19 +110,6 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
-        "streams that are not mixed": mesh is not None
-        and isinstance(shape.streams, StreamsConfig)
-        and not shape.streams.iterations,
-        "streams that are predicted and corrected": mesh is not None and isinstance(shape.streams, AltUpConfig),
-        "gates or sinks of latent attention": mesh is not None
-        and any(
-            getattr(block.attention, "gates", 0) or getattr(block.attention, "sinks", False)
-            for block in shape.kinds
-            if isinstance(block.attention, MlaConfig)
-        ),
-        "rotations by frequencies that are learned": mesh is not None and bool(shape.frequencies),
-        "decays by channel without a latent": mesh is not None
-        and any(isinstance(block.attention, DeltaNetConfig) and block.attention.straight for block in shape.kinds),
         "lightning attention": any(isinstance(block.attention, LightningConfig) for block in shape.kinds),
         "layers that add to the stream behind its norm": any(block.of_normed for block in shape.kinds),
         "mixtures that are added a layer later": isinstance(shape.streams, ShortcutConfig),

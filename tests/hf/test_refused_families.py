@@ -289,26 +289,6 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
             "own over context, which this model has: choose a mesh of data, fsdp and tensor",
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
-        (
-            "gemma3n",
-            {},
-            "no formulas for streams that are predicted and corrected, which this model has: choose a mesh",
-        ),
-        (
-            "bailing_hybrid",
-            {},
-            "no formulas for gates or sinks of latent attention and decays by channel without a latent, which",
-        ),
-        (
-            "hy_v4",
-            {},
-            "no formulas for streams that are not mixed and gates or sinks of latent attention, which",
-        ),
-        (
-            "mistral_large4",
-            {},
-            "no formulas for rotations by frequencies that are learned, which this model has: choose",
-        ),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
         ("minimax", {}, "no formulas for lightning attention and layers that add to the stream behind its norm, which"),
         ("longcat_flash", {}, "no formulas for mixtures that are added a layer later, which this model has: choose"),

@@ -26,16 +26,19 @@ def _of(reference: str, *by_layer: str) -> Callable[..., Pretrained]:
     return made
 
 
-MODELS = {"convolved": _of("lfm2"), "beside": _of("falcon_h1")}
-SERVED = {  # of which no training step is recorded
-    "convolved experts": _of("lfm2_moe"),
-    "gated": _of("lfm3"),
+MODELS = {
+    "convolved": _of("lfm2"),
+    "beside": _of("falcon_h1"),
     "straight": _of("bailing_hybrid", "mlp_layer_types"),
     "unmixed": _of("hy_v4", "layer_types", "mlp_layer_types", "indexer_types"),
     "faster": _of(
         "mistral_large4", "layer_types", "mlp_layer_types", "indexer_types", "kv_source_layers", "no_rope_layers"
     ),
     "predicted": _of("gemma3n"),
+}
+SERVED = {  # of which no training step is recorded
+    "convolved experts": _of("lfm2_moe"),
+    "gated": _of("lfm3"),
 }
 _LFM = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65_536}
 _CONVOLVED = _LFM | {"kinds": "CCF" * 4, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False}
@@ -49,12 +52,19 @@ _BESIDE |= {"intermediate_size": 12_288, "num_hidden_layers": 8, "vocab_size": 6
 _LATENT = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512}
 _LATENT |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128, "head_dim": 64}
 _LATENT |= {"intermediate_size": 6144, "moe_intermediate_size": 768, "vocab_size": 32_768}
-_STRAIGHT = _LATENT | {"kinds": "LLF" * 2 + "L", "num_experts": 16, "num_experts_per_token": 4, "linear_num_heads": 16}
+_STRAIGHT = _LATENT | {
+    "kinds": "LLF" * 2,
+    "first_k_dense_replace": 6,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "linear_num_heads": 16,
+}
 _STRAIGHT |= {"linear_head_dim": 128}
 _SPARSE = _LATENT | {"n_routed_experts": 16, "num_experts_per_tok": 4, "index_n_heads": 16, "index_head_dim": 128}
 _SPARSE |= {"index_topk": 1024}
 _UNMIXED = _SPARSE | {"num_hidden_layers": 6, "q_lora_rank": 1024, "hc_mult": 4, "indexer_types": ["full"] * 6}
-_FASTER = _SPARSE | {"num_hidden_layers": 9, "indexer_types": ["full"] * 9}
+_UNMIXED |= {"first_k_dense_replace": 6}  # others have experts
+_FASTER = _SPARSE | {"num_hidden_layers": 8, "indexer_types": ["full"] * 8, "first_k_dense_replace": 8}
 _PREDICTED = {"hidden_size": 2048, "kinds": "SSSSF" * 2, "num_attention_heads": 8, "num_key_value_heads": 2}
 _PREDICTED |= {"head_dim": 256, "intermediate_size": 8192, "vocab_size": 65_536, "vocab_size_per_layer_input": 65_536}
 _PREDICTED |= {"hidden_size_per_layer_input": 256, "altup_num_inputs": 4, "laurel_rank": 64, "num_kv_shared_layers": 0}
