@@ -1,7 +1,9 @@
 """Functions of the user's that judge replies, in the form that TRL gives them
 (https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward function")."""
 
+import collections
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import math
@@ -43,6 +45,19 @@ class Reward:
         return np.array([math.nan if value is None else float(value) for value in found])
 
 
+def load_all(places: Sequence[str]) -> tuple[Reward, ...]:
+    """The functions at these places, in names that differ: of those of one name the places. Raises ShardlmError where
+    there is none, and for one that is named twice, whose metrics would be one."""
+    names = collections.Counter(where.rpartition(":")[2] for where in places)
+    if twice := [where for where, count in collections.Counter(places).items() if count > 1]:
+        raise ShardlmError(f"grpo.reward={','.join(places)} has {twice[0]} twice; name each function once")
+    found = [load(where) for where in places]
+    return tuple(
+        dataclasses.replace(reward, name=where) if names[reward.name] > 1 else reward
+        for reward, where in zip(found, places, strict=True)
+    )
+
+
 def load(where: str) -> Reward:
     """The function at "package.module:function" or "file.py:function". Raises ShardlmError where there is none."""
     module, _, name = where.rpartition(":")
@@ -61,6 +76,7 @@ def load(where: str) -> Reward:
     return Reward(name, function)
 
 
+@functools.cache  # of two functions one file is run once: it may load a model
 def _of_file(path: pathlib.Path) -> Any:
     if not path.is_file():
         raise ShardlmError(f"grpo.reward: there is no file {path}")

@@ -10,7 +10,7 @@ from shardlm.data.chats import template_of
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
 from shardlm.reinforce.prompts import Order, Prompt, read
-from shardlm.reinforce.rewards import Reward, load
+from shardlm.reinforce.rewards import Reward, load_all
 from shardlm.reinforce.rollouts import Rollouts, described, judge, means
 from shardlm.reinforce.sampler import Sampler
 from shardlm.serve.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ class Rewards:
                 f"grpo.reward={','.join(config.grpo.reward)} with {jax.process_count()} processes: the copies that "
                 "sample are one process's; run it in one process, over the GPUs of one host"
             )
-        rewards = tuple(load(where) for where in config.grpo.reward)
+        rewards = load_all(config.grpo.reward)
         path = texts_beside(pathlib.Path(config.data.tokenizer))
         tokenizer = Tokenizer.load(path)
         template = template_of(config.data.chat_template) if config.data.chat_template else None

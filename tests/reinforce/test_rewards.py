@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardlm.errors import ShardlmError
-from shardlm.reinforce.rewards import Reward, advantages, load, summed
+from shardlm.reinforce.rewards import Reward, advantages, load, load_all, summed
 
 FILE = """
 import dataclasses
@@ -32,6 +32,17 @@ def test_a_function_of_a_file_or_a_package_is_called_as_in_trl(tmp_path):
     assert length.judge(["p", "q"], ["ab", "abc"], columns).tolist() == [2, 3]
     assert right.judge(["p", "q"], ["ab", "abc"], columns).tolist() == [1, 0]
     assert load("math:prod").name == "prod"
+
+
+def test_functions_of_one_name_are_told_apart_and_a_file_is_run_once(tmp_path):
+    for name in ("one", "two"):
+        text = "def score(prompts, **_):\n    return [1.0]\n\ndef other(prompts, **_):\n    return [2.0]\n"
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n{text}")
+    places = [f"{tmp_path}/{name}" for name in ("one.py:score", "two.py:score", "two.py:other")]
+    assert [reward.name for reward in load_all(places)] == [*places[:2], "other"]
+    assert (tmp_path / "ran").read_text() == "one two "
+    with pytest.raises(ShardlmError, match="has math:prod twice; name each function once"):
+        load_all(["math:prod", "math:prod"])
 
 
 @pytest.mark.parametrize(
