@@ -103,5 +103,6 @@ def summed(judged: Sequence[np.ndarray], names: Sequence[str]) -> np.ndarray:
 def advantages(rewards: np.ndarray, scale: bool) -> np.ndarray:
     """[prompts, group] of rewards -> how much better each reply is than its group, with `scale` in standard deviations
     of it (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2). A group whose replies are all as good has zeros."""
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    alike = rewards.max(axis=1, keepdims=True) == rewards.min(axis=1, keepdims=True)  # a mean of 0.1s may not be 0.1
+    centred = np.where(alike, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
     return centred / (rewards.std(axis=1, keepdims=True) + 1e-4) if scale else centred

@@ -87,3 +87,4 @@ def test_advantages_are_those_of_the_paper():
     np.testing.assert_allclose(found[0], np.array([-1, -1, 0, 2]) / np.sqrt(1.5), rtol=1e-3)
     assert not found[1].any()
     assert advantages(rewards, scale=False)[0].tolist() == [-1, -1, 0, 2]
+    assert np.mean([0.1] * 6) != 0.1 and not advantages(np.full((1, 6), 0.1), scale=True).any()
