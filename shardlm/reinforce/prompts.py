@@ -5,6 +5,7 @@ data.chat_template renders up to where the assistant begins; with "tools" where 
 goes to the rewards."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,7 @@ class Order:
     prompts: tuple[Prompt, ...]
     seed: int
 
-    @property
+    @functools.cached_property  # every checkpoint has it
     def fingerprint(self) -> str:
         """Of prompts and seed, which decide what comes."""
         content = json.dumps([self.seed, [prompt.tokens for prompt in self.prompts]])
@@ -92,10 +93,9 @@ class Order:
 
     def take(self, first: int, count: int) -> list[Prompt]:
         """So many from there on."""
-        return [
-            self.prompts[self._epoch(i // len(self.prompts))[i % len(self.prompts)]]
-            for i in range(first, first + count)
-        ]
+        each = len(self.prompts)
+        epochs = {number: self._epoch(number) for number in range(first // each, (first + count - 1) // each + 1)}
+        return [self.prompts[epochs[i // each][i % each]] for i in range(first, first + count)]
 
     def _epoch(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
