@@ -1,8 +1,8 @@
 """What replies are sampled to: JSONL to prompts of tokens, and the order in which they are taken.
 
 A line is {"prompt"}, a text, which is taken as it is, or messages [{"role", "content"}, ...], which
-data.chat_template renders up to where the assistant begins; with "tools" where there are some. Whatever else it has
-goes to the rewards."""
+data.chat_template renders up to where the assistant begins, or goes on where the last message is its own; with "tools"
+where there are some. Whatever else it has goes to the rewards."""
 
 import dataclasses
 import functools
@@ -29,8 +29,11 @@ class Prompt:
     columns: Mapping[str, Any]
 
     def completion(self, text: str) -> str | list[dict[str, str]]:
-        """A reply in the form of the prompt."""
-        return text if isinstance(self.given, str) else [{"role": "assistant", "content": text}]
+        """A reply in the form of the prompt, with what the assistant has said in it already, as in TRL."""
+        if isinstance(self.given, str):
+            return text
+        begun = self.given[-1]["content"] if _begun(self.given) else ""
+        return [{"role": "assistant", "content": begun + text}]
 
 
 def read(
@@ -74,8 +77,17 @@ def _prompt(line: Any, where: str, tokenizer: Tokenizer, template: ChatTemplate 
         raise ShardlmError(
             f"{where}: the prompt has messages; set data.chat_template to the folder or file of a template"
         )
-    text = template.render(messages, tools, add_generation_prompt=True)
+    begun = _begun(messages)
+    try:
+        text = template.render(messages, tools, add_generation_prompt=not begun, continue_final_message=begun)
+    except ShardlmError as error:
+        raise ShardlmError(f"{where} (prompt): {error}") from error
     return Prompt(given, tuple(tokenizer.encode(text)), columns)
+
+
+def _begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the assistant has begun its reply."""
+    return messages[-1]["role"] == "assistant" and isinstance(messages[-1].get("content"), str)
 
 
 @dataclasses.dataclass(frozen=True)
