@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import beside
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import CompletionOutput, whole
@@ -38,6 +40,7 @@ class Sampler:
             raise ShardlmError(
                 f"grpo.tensor={grpo.tensor} does not divide {devices} devices; choose from {', '.join(choices)}"
             )
+        check_rotation(config.model, config.train.seq_len)
         copies = devices // grpo.tensor
         llm = LLM(
             config.model.folder,
@@ -64,6 +67,22 @@ class Sampler:
         """The replies to each prompt. Raises EngineError where one broke."""
         asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return [output.outputs for output in whole(self.llm.generate(asked, params, use_tqdm=False))]
+
+
+def check_rotation(model: Pretrained, seq_len: int) -> None:
+    """Refuses a model that is trained with another rotation than it samples with: what samples has that of rows of
+    seq_len, and what is trained that of model.length."""
+    trained, sampling = (dataclasses.replace(model, length=n).transformer() for n in (model.length, seq_len))
+    for one, other in zip(trained.attention_kinds, sampling.attention_kinds, strict=True):
+        if not one.rope:
+            continue
+        a, b = (kind.rope.frequencies(getattr(kind, "rope_dim", kind.head_dim)) for kind in (one, other))
+        if not np.array_equal(a, b) or one.rope.magnitude != other.rope.magnitude:
+            raise ShardlmError(
+                f"model.length={model.length} with train.seq_len={seq_len}: the rotation of {model.folder} depends on "
+                "the longest row, and replies would be sampled with another than is trained; set model.length to "
+                f"{seq_len}"
+            )
 
 
 def added(base: Any, adapters: Any, factor: float) -> Any:
