@@ -34,6 +34,10 @@ class Rollouts:
         self._told: dict[str, float] = {}
 
     @property
+    def follows(self) -> bool:
+        return not self._left
+
+    @property
     def epoch(self) -> float:
         return self._taken / len(self._order.prompts)
 
