@@ -1,11 +1,14 @@
 """Functions of the user's that judge replies, in the form that TRL gives them
 (https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward function")."""
 
+import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import pathlib
 import sys
@@ -23,7 +26,7 @@ FORM = "package.module:function or file.py:function"
 class Reward:
     """A function and what it is called: `function(prompts=, completions=, completion_ids=, **columns)` gives a number
     for each reply, or None of those it does not judge. A prompt that is a text has completions that are texts, one of
-    messages has messages."""
+    messages has messages. It may be `async`, and change the folder it is in."""
 
     name: str
     function: Callable[..., Sequence[float | None]]
@@ -31,7 +34,9 @@ class Reward:
     def judge(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence]) -> np.ndarray:
         """float64 [replies], NaN where it gives None. Raises ShardlmError for what is no reward."""
         try:
-            found = list(self.function(prompts=list(prompts), completions=list(completions), **columns))
+            with contextlib.chdir("."):  # which it may leave
+                found = self.function(prompts=list(prompts), completions=list(completions), **columns)
+                found = list(asyncio.run(found) if inspect.iscoroutine(found) else found)
         except Exception as error:
             raise ShardlmError(
                 f"the reward {self.name} ended with {type(error).__name__}: {error}; it is called with prompts, "
@@ -39,8 +44,9 @@ class Reward:
             ) from error
         if len(found) != len(prompts):
             raise ShardlmError(f"the reward {self.name} gave {len(found)} numbers for {len(prompts)} replies")
+        found = [value.item() if hasattr(value, "item") else value for value in found]  # of numpy and torch
         for value in found:
-            if value is not None and not (isinstance(value, int | float | np.number) and math.isfinite(value)):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
                 raise ShardlmError(f"the reward {self.name} gave {value!r}; a reward is a finite number, or None")
         return np.array([math.nan if value is None else float(value) for value in found])
 

@@ -1,6 +1,7 @@
 """Functions that judge replies: how they are found and called, what is no reward, and what becomes of their numbers."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -71,6 +72,21 @@ def test_what_is_not_there(where, message):
 def test_what_is_no_reward(function, message):
     with pytest.raises(ShardlmError, match=message):
         Reward("judge", function).judge(["p", "q"], ["a", "b"], {"answer": [1, 2]})
+
+
+def test_numbers_of_arrays_and_of_coroutines_are_numbers():
+    async def later(prompts, **_):
+        return np.array([True, False])
+
+    assert Reward("later", later).judge(["p", "q"], ["a", "b"], {}).tolist() == [1, 0]
+    found = Reward("bits", lambda prompts, **_: np.float32([0.5, 2])).judge(["p", "q"], ["a", "b"], {})
+    assert found.tolist() == [0.5, 2]
+
+
+def test_a_reward_that_changes_the_folder_leaves_the_runs(tmp_path):
+    here = os.getcwd()
+    Reward("away", lambda prompts, **_: [os.chdir(tmp_path) or 1.0]).judge(["p"], ["a"], {})
+    assert os.getcwd() == here
 
 
 def test_rewards_are_summed_and_none_adds_nothing():
