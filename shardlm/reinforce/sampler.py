@@ -2,6 +2,7 @@
 replaced before it samples."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,7 @@ class Sampler:
         """Samples with these weights of a training state from now on."""
         lora = self.model.execution.lora
         if lora.rank:
-            add = jax.jit(lambda base, adapters: added(base, adapters, lora.alpha / lora.rank))
-            params = add(frozen, params)
+            params = added(frozen, params, factor=lora.alpha / lora.rank)
         self.llm.update_weights(params)
 
     def sample(
@@ -85,6 +85,7 @@ def check_rotation(model: Pretrained, seq_len: int) -> None:
             )
 
 
+@functools.partial(jax.jit, static_argnames="factor")  # once: a function made anew at each step is compiled at each
 def added(base: Any, adapters: Any, factor: float) -> Any:
     """Weights with adapters in them, W + factor A B, in the dtype of W, for a model without: `merge.merged` for arrays
     on devices."""
