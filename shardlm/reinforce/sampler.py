@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import beside
 from shardlm.mesh import MeshSpec
+from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.serve.llm import LLM
@@ -41,6 +42,7 @@ class Sampler:
             raise ShardlmError(
                 f"grpo.tensor={grpo.tensor} does not divide {devices} devices; choose from {', '.join(choices)}"
             )
+        check_longest(config.model, config.train.seq_len)
         check_rotation(config.model, config.train.seq_len)
         copies = devices // grpo.tensor
         llm = LLM(
@@ -67,6 +69,16 @@ class Sampler:
         """The replies to each prompt. Raises EngineError where one broke."""
         asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return [output.outputs for output in whole(self.llm.generate(asked, params, use_tqdm=False))]
+
+
+def check_longest(model: Pretrained, seq_len: int) -> None:
+    """Refuses rows beyond the positions that a checkpoint is said to be made for, to which what samples keeps."""
+    longest = registry.longest(model.options)
+    if longest and seq_len > longest:
+        raise ShardlmError(
+            f"train.seq_len={seq_len} is more than the {longest} positions that {model.folder} is made for, beyond "
+            f"which no reply is sampled; set train.seq_len to at most {longest}"
+        )
 
 
 def check_rotation(model: Pretrained, seq_len: int) -> None:

@@ -1,12 +1,13 @@
 """What a run on rewards trains is what it samples with: the same tokens and the same rotation."""
 
+import json
 import pathlib
 
 import pytest
 
 from shardlm.errors import ShardlmError
 from shardlm.models.pretrained import Pretrained
-from shardlm.reinforce.sampler import check_rotation
+from shardlm.reinforce.sampler import check_longest, check_rotation
 from shardlm.reinforce.task import tokenizer_of
 from shardlm.tokenizer import train_bpe
 
@@ -21,6 +22,13 @@ def test_another_rotation_than_that_which_samples_is_refused():
     check_rotation(Pretrained(stretched), 16)
     with pytest.raises(ShardlmError, match=r"model.length=0 with train.seq_len=32: .*; set model.length to 32"):
         check_rotation(Pretrained(stretched), 32)
+
+
+def test_rows_beyond_the_models_positions_are_refused():
+    model = Pretrained("small", config=json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    check_longest(model, 64)
+    with pytest.raises(ShardlmError, match=r"train.seq_len=65 is more than the 64 positions .* at most 64"):
+        check_longest(model, 65)
 
 
 def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path):
