@@ -1,5 +1,6 @@
 """The training benchmark: its JSON is complete and consistent. Nothing here is timed."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -16,7 +17,8 @@ from shardlm.mesh import MeshSpec
 from shardlm.optim import OptimConfig
 from shardlm.train import strategies
 from shardlm.train.bench import bench_training, random_batch
-from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.train.config import GrpoConfig, RunConfig, TrainConfig
+from shardlm.train.policy import Policy
 from shardlm.train.program import Program
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -96,6 +98,13 @@ def test_it_trains(result):
 
 def test_no_timed_step_starts_after_the_time_is_up(program):
     assert bench_training(program, warmup=2, steps=50, seconds=1e-9)["steps"] == 1
+
+
+def test_a_batch_has_what_the_objective_reads(program):
+    of_rewards = dataclasses.replace(program, objective=Policy(GrpoConfig(), 1, None))
+    shapes = of_rewards.batch_shapes()
+    assert set(Policy.columns) < set(shapes)
+    assert {name: a.shape for name, a in random_batch(of_rewards).items()} == {n: s.shape for n, s in shapes.items()}
 
 
 def test_batch_is_the_same_every_time(program):

@@ -32,12 +32,13 @@ TOLERANCE = 2e-5  # float32 sums in another order
 
 
 def replies() -> list[Reply]:
-    """Of a policy that is some way off, so that some ratios are beyond their bounds."""
+    """Of a policy that is some way off, so that some ratios are beyond their bounds; of the one that is not taught
+    they are infinite."""
     rng = np.random.default_rng(0)
     found = []
     for number in range(ROWS):
         prompt, told = (tuple(rng.integers(0, VOCAB, n).tolist()) for n in rng.integers(1, 9, 2))
-        logprobs = np.log(1 / VOCAB) + 0.5 * rng.standard_normal(len(told))
+        logprobs = np.log(1 / VOCAB) + 0.5 * rng.standard_normal(len(told)) - 200 * (number == 3)
         found.append(Reply(prompt, told, tuple(logprobs.tolist()), float(rng.standard_normal()), taught=number != 3))
     return found
 

@@ -87,7 +87,7 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
             and (config.remat != "full" or sketch.passes > 1 or sketch.mesh.data > 1 or config.lora.rank > 0)
         ),
         "preference training was not compared": config.preference.beta > 0,
-        "training on rewards was not compared, and sampling is no part of this": bool(config.grpo.reward),
+        "training on rewards was not compared, and the seconds are without sampling": bool(config.grpo.reward),
         "modules that predict further tokens were not compared": shape.mtp is not None,
         "steps with compressed exchanges were not compared": exchanged,
         f"unroll={config.unroll} was compared with remat=dots, dense models of up to 16 layers, one host and one "

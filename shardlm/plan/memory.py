@@ -3,6 +3,9 @@ needs besides (temporaries.py), within 5% of the compiled program's memory as a 
 (tests/plan/test_plan_matches_xla_memory.py)."""
 
 import dataclasses
+import math
+
+import jax.numpy as jnp
 
 from shardlm.plan.doubt import doubt
 from shardlm.plan.sketch import Sketch
@@ -49,5 +52,16 @@ def memory(sketch: Sketch, rests: State | None = None, held: Throughout | None =
         "batch": rests.batch,
     }
     needed, zeros = temporaries(sketch, held or Throughout.of(sketch))
+    if sketch.config.grpo.reward:
+        resting["what samples"] = sampling(sketch, sum(needed.values()))
     kinds = {name: nbytes for name, nbytes in (resting | needed).items() if nbytes}
     return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds, zeros))
+
+
+def sampling(sketch: Sketch, temporaries: float) -> float:
+    """Of a copy of the model that samples beside the state (shardlm/reinforce/sampler.py): its pages, and its weights
+    in the compute dtype, which are there twice while new ones come; not while a step's `temporaries` are."""
+    grpo, lora = sketch.config.grpo, sketch.config.lora.rank > 0
+    numbers = sum(math.prod(weight.shape) for weight in sketch.weights if weight.trained != lora)
+    weights = numbers * jnp.dtype(sketch.execution.dtype).itemsize / grpo.tensor
+    return weights + grpo.kv_cache_gib * 2**30 + max(0.0, weights - temporaries)

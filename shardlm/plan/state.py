@@ -12,6 +12,7 @@ from shardlm.plan.sketch import Sketch, Weight
 from shardlm.rules import Table
 from shardlm.train import powersgd
 from shardlm.train.config import SlowLinkConfig
+from shardlm.train.policy import Policy
 from shardlm.train.replicas import apart, shares
 
 MASTER = 4  # bytes of a number at rest
@@ -142,4 +143,5 @@ def _batch(sketch: Sketch) -> int:
     counts = shares(train, sketch.mesh.data)
     rows = len(counts) * (max(counts) * train.global_batch // sum(counts))  # as batches.slots places them
     split = sketch.mesh.size(*act.axes("batch"), *act.axes("whole_seq"))
-    return BATCH_ARRAYS * 4 * rows * train.seq_len // split
+    arrays = BATCH_ARRAYS + (len(Policy.columns) if sketch.config.grpo.reward else 0)
+    return arrays * 4 * rows * train.seq_len // split

@@ -1,10 +1,11 @@
 """What replies are sampled to: JSONL to prompts of tokens, and the order in which they are taken.
 
 A line is {"prompt"}, a text, which is taken as it is, or messages [{"role", "content"}, ...], which
-data.chat_template renders up to where the assistant begins; with "tools" where there are some. Whatever else it has
-goes to the rewards."""
+data.chat_template renders up to where the assistant begins, or goes on where the last message is its own; with "tools"
+where there are some. Whatever else it has goes to the rewards."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,11 @@ class Prompt:
     columns: Mapping[str, Any]
 
     def completion(self, text: str) -> str | list[dict[str, str]]:
-        """A reply in the form of the prompt."""
-        return text if isinstance(self.given, str) else [{"role": "assistant", "content": text}]
+        """A reply in the form of the prompt, with what the assistant has said in it already, as in TRL."""
+        if isinstance(self.given, str):
+            return text
+        begun = self.given[-1]["content"] if _begun(self.given) else ""
+        return [{"role": "assistant", "content": begun + text}]
 
 
 def read(
@@ -73,8 +77,17 @@ def _prompt(line: Any, where: str, tokenizer: Tokenizer, template: ChatTemplate 
         raise ShardlmError(
             f"{where}: the prompt has messages; set data.chat_template to the folder or file of a template"
         )
-    text = template.render(messages, tools, add_generation_prompt=True)
+    begun = _begun(messages)
+    try:
+        text = template.render(messages, tools, add_generation_prompt=not begun, continue_final_message=begun)
+    except ShardlmError as error:
+        raise ShardlmError(f"{where} (prompt): {error}") from error
     return Prompt(given, tuple(tokenizer.encode(text)), columns)
+
+
+def _begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the assistant has begun its reply."""
+    return messages[-1]["role"] == "assistant" and isinstance(messages[-1].get("content"), str)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +97,7 @@ class Order:
     prompts: tuple[Prompt, ...]
     seed: int
 
-    @property
+    @functools.cached_property  # every checkpoint has it
     def fingerprint(self) -> str:
         """Of prompts and seed, which decide what comes."""
         content = json.dumps([self.seed, [prompt.tokens for prompt in self.prompts]])
@@ -92,10 +105,9 @@ class Order:
 
     def take(self, first: int, count: int) -> list[Prompt]:
         """So many from there on."""
-        return [
-            self.prompts[self._epoch(i // len(self.prompts))[i % len(self.prompts)]]
-            for i in range(first, first + count)
-        ]
+        each = len(self.prompts)
+        epochs = {number: self._epoch(number) for number in range(first // each, (first + count - 1) // each + 1)}
+        return [self.prompts[epochs[i // each][i % each]] for i in range(first, first + count)]
 
     def _epoch(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))

@@ -1,9 +1,14 @@
 """Functions of the user's that judge replies, in the form that TRL gives them
 (https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward function")."""
 
+import asyncio
+import collections
+import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import pathlib
 import sys
@@ -21,7 +26,7 @@ FORM = "package.module:function or file.py:function"
 class Reward:
     """A function and what it is called: `function(prompts=, completions=, completion_ids=, **columns)` gives a number
     for each reply, or None of those it does not judge. A prompt that is a text has completions that are texts, one of
-    messages has messages."""
+    messages has messages. It may be `async`, and change the folder it is in."""
 
     name: str
     function: Callable[..., Sequence[float | None]]
@@ -29,7 +34,9 @@ class Reward:
     def judge(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence]) -> np.ndarray:
         """float64 [replies], NaN where it gives None. Raises ShardlmError for what is no reward."""
         try:
-            found = list(self.function(prompts=list(prompts), completions=list(completions), **columns))
+            with contextlib.chdir("."):  # which it may leave
+                found = self.function(prompts=list(prompts), completions=list(completions), **columns)
+                found = list(asyncio.run(found) if inspect.iscoroutine(found) else found)
         except Exception as error:
             raise ShardlmError(
                 f"the reward {self.name} ended with {type(error).__name__}: {error}; it is called with prompts, "
@@ -37,10 +44,24 @@ class Reward:
             ) from error
         if len(found) != len(prompts):
             raise ShardlmError(f"the reward {self.name} gave {len(found)} numbers for {len(prompts)} replies")
+        found = [value.item() if hasattr(value, "item") else value for value in found]  # of numpy and torch
         for value in found:
-            if value is not None and not (isinstance(value, int | float | np.number) and math.isfinite(value)):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
                 raise ShardlmError(f"the reward {self.name} gave {value!r}; a reward is a finite number, or None")
         return np.array([math.nan if value is None else float(value) for value in found])
+
+
+def load_all(places: Sequence[str]) -> tuple[Reward, ...]:
+    """The functions at these places, in names that differ: of those of one name the places. Raises ShardlmError where
+    there is none, and for one that is named twice, whose metrics would be one."""
+    names = collections.Counter(where.rpartition(":")[2] for where in places)
+    if twice := [where for where, count in collections.Counter(places).items() if count > 1]:
+        raise ShardlmError(f"grpo.reward={','.join(places)} has {twice[0]} twice; name each function once")
+    found = [load(where) for where in places]
+    return tuple(
+        dataclasses.replace(reward, name=where) if names[reward.name] > 1 else reward
+        for reward, where in zip(found, places, strict=True)
+    )
 
 
 def load(where: str) -> Reward:
@@ -61,6 +82,7 @@ def load(where: str) -> Reward:
     return Reward(name, function)
 
 
+@functools.cache  # of two functions one file is run once: it may load a model
 def _of_file(path: pathlib.Path) -> Any:
     if not path.is_file():
         raise ShardlmError(f"grpo.reward: there is no file {path}")
@@ -87,5 +109,6 @@ def summed(judged: Sequence[np.ndarray], names: Sequence[str]) -> np.ndarray:
 def advantages(rewards: np.ndarray, scale: bool) -> np.ndarray:
     """[prompts, group] of rewards -> how much better each reply is than its group, with `scale` in standard deviations
     of it (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2). A group whose replies are all as good has zeros."""
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    alike = rewards.max(axis=1, keepdims=True) == rewards.min(axis=1, keepdims=True)  # a mean of 0.1s may not be 0.1
+    centred = np.where(alike, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
     return centred / (rewards.std(axis=1, keepdims=True) + 1e-4) if scale else centred

@@ -11,7 +11,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.reinforce.prompts import Order, Prompt
 from shardlm.reinforce.rewards import Reward, advantages, summed
-from shardlm.reinforce.rows import Reply, rows_of
+from shardlm.reinforce.rows import Reply, length_of, rows_of
 from shardlm.reinforce.sampler import Sampler
 from shardlm.serve.outputs import CompletionOutput
 from shardlm.serve.sampling_params import SamplingParams
@@ -32,6 +32,10 @@ class Rollouts:
         self._replies: list[Reply] = []
         self._left = 0  # updates that are still made with them
         self._told: dict[str, float] = {}
+
+    @property
+    def follows(self) -> bool:
+        return not self._left
 
     @property
     def epoch(self) -> float:
@@ -94,11 +98,18 @@ class Rollouts:
                 f"the saved position in the prompts does not fit this run: {'; '.join(differing)}. Restore those "
                 "settings, or start a new run from the checkpoint's weights"
             )
-        self._taken, self._left, self._told = state["taken"], state["left"], state["told"]
-        self._replies = [
+        replies = [
             Reply(tuple(r["prompt"]), tuple(r["tokens"]), tuple(r["logprobs"]), r["advantage"], r["taught"])
             for r in state["replies"]
         ]
+        longest, seq_len = max((length_of(reply) for reply in replies), default=0), self._program.config.train.seq_len
+        if longest > seq_len:
+            raise ShardlmError(
+                f"train.seq_len={seq_len}: {state['left']} updates are left with replies that were sampled before, and "
+                f"the longest takes {longest} places of a row; set train.seq_len to that or more until they are made"
+            )
+        self._replies = replies
+        self._taken, self._left, self._told = state["taken"], state["left"], state["told"]
 
     def close(self) -> None:
         pass

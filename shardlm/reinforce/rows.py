@@ -42,12 +42,12 @@ def rows_of(replies: Sequence[Reply], num_rows: int, seq_len: int, microbatches:
     loss_mask is what a token weighs in the mean that `loss` is over, 0 of prompts, padding and what is not taught.
     """
     batch = {name: np.zeros((num_rows, seq_len), dtype) for name, dtype in COLUMNS.items()}
-    packed = best_fit_decreasing(np.array([_length(reply) for reply in replies]), seq_len)
+    packed = best_fit_decreasing(np.array([length_of(reply) for reply in replies]), seq_len)
     filled, segments = np.zeros(num_rows, int), np.zeros(num_rows, int)
     each = num_rows // microbatches
     for reply, number in zip(replies, packed.tolist(), strict=True):
         row = number % each * microbatches + number // each
-        at, n, told = filled[row], _length(reply), len(reply.tokens)
+        at, n, told = filled[row], length_of(reply), len(reply.tokens)
         tokens = np.array([*reply.prompt, *reply.tokens], np.int32)
         inside, learned = slice(at, at + n), slice(at + n - told, at + n)
         segments[row] += 1
@@ -61,6 +61,6 @@ def rows_of(replies: Sequence[Reply], num_rows: int, seq_len: int, microbatches:
     return batch
 
 
-def _length(reply: Reply) -> int:
+def length_of(reply: Reply) -> int:
     """Inputs in a row: the last token is only a target."""
     return len(reply.prompt) + len(reply.tokens) - 1

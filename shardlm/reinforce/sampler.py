@@ -2,16 +2,20 @@
 replaced before it samples."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import beside
 from shardlm.mesh import MeshSpec
+from shardlm.models import registry
+from shardlm.models.pretrained import Pretrained
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import CompletionOutput, whole
@@ -38,6 +42,8 @@ class Sampler:
             raise ShardlmError(
                 f"grpo.tensor={grpo.tensor} does not divide {devices} devices; choose from {', '.join(choices)}"
             )
+        check_longest(config.model, config.train.seq_len)
+        check_rotation(config.model, config.train.seq_len)
         copies = devices // grpo.tensor
         llm = LLM(
             config.model.folder,
@@ -54,8 +60,7 @@ class Sampler:
         """Samples with these weights of a training state from now on."""
         lora = self.model.execution.lora
         if lora.rank:
-            add = jax.jit(lambda base, adapters: added(base, adapters, lora.alpha / lora.rank))
-            params = add(frozen, params)
+            params = added(frozen, params, factor=lora.alpha / lora.rank)
         self.llm.update_weights(params)
 
     def sample(
@@ -66,6 +71,33 @@ class Sampler:
         return [output.outputs for output in whole(self.llm.generate(asked, params, use_tqdm=False))]
 
 
+def check_longest(model: Pretrained, seq_len: int) -> None:
+    """Refuses rows beyond the positions that a checkpoint is said to be made for, to which what samples keeps."""
+    longest = registry.longest(model.options)
+    if longest and seq_len > longest:
+        raise ShardlmError(
+            f"train.seq_len={seq_len} is more than the {longest} positions that {model.folder} is made for, beyond "
+            f"which no reply is sampled; set train.seq_len to at most {longest}"
+        )
+
+
+def check_rotation(model: Pretrained, seq_len: int) -> None:
+    """Refuses a model that is trained with another rotation than it samples with: what samples has that of rows of
+    seq_len, and what is trained that of model.length."""
+    trained, sampling = (dataclasses.replace(model, length=n).transformer() for n in (model.length, seq_len))
+    for one, other in zip(trained.attention_kinds, sampling.attention_kinds, strict=True):
+        if not one.rope:
+            continue
+        a, b = (kind.rope.frequencies(getattr(kind, "rope_dim", kind.head_dim)) for kind in (one, other))
+        if not np.array_equal(a, b) or one.rope.magnitude != other.rope.magnitude:
+            raise ShardlmError(
+                f"model.length={model.length} with train.seq_len={seq_len}: the rotation of {model.folder} depends on "
+                "the longest row, and replies would be sampled with another than is trained; set model.length to "
+                f"{seq_len}"
+            )
+
+
+@functools.partial(jax.jit, static_argnames="factor")  # once: a function made anew at each step is compiled at each
 def added(base: Any, adapters: Any, factor: float) -> Any:
     """Weights with adapters in them, W + factor A B, in the dtype of W, for a model without: `merge.merged` for arrays
     on devices."""

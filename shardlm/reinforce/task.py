@@ -10,7 +10,7 @@ from shardlm.data.chats import template_of
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
 from shardlm.reinforce.prompts import Order, Prompt, read
-from shardlm.reinforce.rewards import Reward, load
+from shardlm.reinforce.rewards import Reward, load_all
 from shardlm.reinforce.rollouts import Rollouts, described, judge, means
 from shardlm.reinforce.sampler import Sampler
 from shardlm.serve.sampling_params import SamplingParams
@@ -40,9 +40,8 @@ class Rewards:
                 f"grpo.reward={','.join(config.grpo.reward)} with {jax.process_count()} processes: the copies that "
                 "sample are one process's; run it in one process, over the GPUs of one host"
             )
-        rewards = tuple(load(where) for where in config.grpo.reward)
-        path = texts_beside(pathlib.Path(config.data.tokenizer))
-        tokenizer = Tokenizer.load(path)
+        rewards = load_all(config.grpo.reward)
+        tokenizer, file = tokenizer_of(config.data.tokenizer, config.model.folder)
         template = template_of(config.data.chat_template) if config.data.chat_template else None
         longest = config.train.seq_len - config.grpo.max_tokens
         train, validation = (
@@ -50,7 +49,6 @@ class Rewards:
             for name in ("train", "validation")
         )
         sampler = Sampler.make(config, program.model, program.mesh.size)
-        file = path / "tokenizer.json" if path.is_dir() else path
         return cls(program, tokenizer, file, train, validation, rewards, sampler)
 
     def source(self) -> Rollouts:
@@ -72,6 +70,20 @@ class Rewards:
             f"tokens, {train.steps * groups / grpo.updates / len(self.train):.2f} epochs; sampled by "
             f"{self.program.mesh.size // grpo.tensor} copies over {grpo.tensor} devices each",
         ]
+
+
+def tokenizer_of(tokenizer: str, folder: str) -> tuple[Tokenizer, pathlib.Path]:
+    """The one that data.tokenizer names, and its file. Raises ShardlmError where the checkpoint in `folder`, which
+    reads what it says and writes what rewards see, has another."""
+    if not tokenizer.startswith("bpe:"):
+        path = texts_beside(pathlib.Path(tokenizer))
+        found, own = (Tokenizer.load(one) for one in (path, texts_beside(pathlib.Path(folder))))
+        if found.fingerprint == own.fingerprint:
+            return found, path / "tokenizer.json" if path.is_dir() else path
+    raise ShardlmError(
+        f"data.tokenizer={tokenizer} is another tokenizer than that of {folder}, which samples the replies; set "
+        f"data.tokenizer to {folder}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ def random_batch(program: Program, seed: int = 0) -> dict[str, jax.Array]:
         "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "loss_mask": np.ones((B, T), np.float32),
     }
+    batch |= {name: np.zeros((B, T), np.float32) for name in program.objective.columns}
     rows = local_rows(sharding, program.slots, T)
     return to_devices({name: a[list(rows)] for name, a in batch.items()}, rows, sharding, program.slots)
 

@@ -1,5 +1,5 @@
-"""The loop: reads a batch, runs the step, reports, evaluates, saves and stops. One step is always in flight while the
-host reports the one before it."""
+"""The loop: reads a batch, runs the step, reports, evaluates, saves and stops. One step is in flight while the host
+reports the one before it, unless the next batch is made with what it comes to."""
 
 import contextlib
 import dataclasses
@@ -161,7 +161,8 @@ class Run:
                 in_flight = (step, metrics | beside)
                 last = step == train.steps or (step % self._agree_every() == 0 and stop.agreed())
                 evaluates = step % train.eval_every == 0 or step == train.steps
-                if last or evaluates or self.checkpoints.due(step) or self.profiler.is_edge(step):
+                waits = self.checkpoints.due(step) or self.profiler.is_edge(step) or self.source.follows
+                if last or evaluates or waits:
                     clock, in_flight = self.report(*in_flight, clock), None
             self.say(self.profiler.reached(step, self.state))
             if evaluates:

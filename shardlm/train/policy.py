@@ -60,7 +60,9 @@ class Policy:
         """Besides the auxiliary ones, the parts are sums over tokens of the metrics that `metrics` names."""
         batch, weights = in_order((batch, weights), model.execution)
         nll, aux = token_nll_of(model, params, batch, weights["tokens"])
-        change = -nll - batch[SAMPLED]
+        # What weighs nothing may be as unlikely as it is: infinity times 0 is no number.
+        learned = weights["tokens"] > 0
+        change = jnp.where(learned, -nll - batch[SAMPLED], 0)
         losses, clipped = policy_loss(change, batch[ADVANTAGES], self.config.clip_low, self.config.clip_high)
         of_tokens = {
             "ratio": jnp.exp(change),
@@ -70,7 +72,7 @@ class Policy:
         }
         if self.reference:
             reference, _ = token_nll_of(self.reference, model.frozen, batch, weights["tokens"])
-            of_tokens["divergence"] = divergence(-nll, -reference)
+            of_tokens["divergence"] = divergence(*(jnp.where(learned, -a, 0) for a in (nll, reference)))
             losses = losses + self.config.beta * of_tokens["divergence"]
         loss = jnp.sum(weights["loss"] * losses)
         parts = {"loss": loss} | {name: jnp.sum(weights["tokens"] * values) for name, values in of_tokens.items()}

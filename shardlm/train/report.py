@@ -149,7 +149,9 @@ def describe_validation(values: dict[str, float]) -> str:
     ema = f", averaged weights {values['validation_loss_ema']:.4f}" if "validation_loss_ema" in values else ""
     if "validation_reward" in values:
         tokens, cut = values["validation_reply_tokens"], values["validation_truncated_fraction"]
-        return f"validation reward {values['validation_reward']:.4f}, {tokens:,.0f} tokens a reply, {cut:.1%} cut off"
+        ema = f", of averaged weights {-values['validation_loss_ema']:.4f}" if ema else ""
+        reward = values["validation_reward"]
+        return f"validation reward {reward:.4f}{ema}, {tokens:,.0f} tokens a reply, {cut:.1%} cut off"
     loss = values["validation_loss"]
     if "validation_reward_accuracy" in values:
         margin, accuracy = values["validation_reward_margin"], values["validation_reward_accuracy"]

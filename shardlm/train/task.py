@@ -20,9 +20,13 @@ from shardlm.train.step import Batch
 
 class Source(Protocol):
     """Where the batches of a run come from. `epoch`: how often its data were gone through, with the fraction of the
-    current time. `waits_for`: what the time until the next batch is counted as (metrics/goodput.py)."""
+    current time. `waits_for`: what the time until the next batch is counted as (metrics/goodput.py). `follows`: whether
+    that one is made with the weights as the steps before left them, for which it would wait."""
 
     waits_for: str
+
+    @property
+    def follows(self) -> bool: ...
 
     @property
     def epoch(self) -> float: ...
@@ -93,6 +97,7 @@ class Rows:
     program: Program
     loader: Loader
     waits_for = "data"
+    follows = False
 
     @classmethod
     def make(cls, program: Program, data: Prepared) -> "Rows":

@@ -10,8 +10,10 @@ import pytest
 from shardlm.config import override, resolve
 from shardlm.hardware import GPUS
 from shardlm.models.pretrained import Pretrained
+from shardlm.plan.memory import memory, sampling
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import state
+from shardlm.train.config import GrpoConfig
 from shardlm.train.program import Program
 
 HYBRID = {"rules": "hybrid", "optim.name": "adamw"}
@@ -26,6 +28,13 @@ VARIANTS = [
     {"optim.name": "adamw", "precision": "fp16", "lora.rank": "4"},
     {"optim.name": "adamw", "precision": "bf16", "lora.rank": "4", "lora.base": "int4"},
     {"optim.name": "adamw", "precision": "bf16", "preference.beta": "0.1", "data.packing": "pairs"},
+    {
+        "optim.name": "adamw",
+        "precision": "bf16",
+        "grpo.reward": "judge.py:it",
+        "grpo.max_tokens": "8",
+        "grpo.beta": "1",
+    },
     {**HYBRID, "slow_link.compression": "int8"},
     {**HYBRID, "slow_link.compression": "powersgd"},
     {**HYBRID, "local_sgd.inner_steps": "10", "slow_link.compression": "bf16"},
@@ -39,7 +48,7 @@ VARIANTS = [
 @pytest.mark.parametrize("overrides", VARIANTS, ids=lambda o: ",".join(f"{k.split('.')[-1]}={v}" for k, v in o.items()))
 def test_what_rests_is_foreseen_to_the_byte(overrides):
     config = resolve("configs/tiny.py", [("cpu_devices", "0")]).config
-    if "lora.rank" in overrides or "preference.beta" in overrides:
+    if overrides.keys() & {"lora.rank", "preference.beta", "grpo.reward"}:
         config = dataclasses.replace(config, model=Pretrained("unread", 0, json.dumps(config.model.to_hf())))
         config = override(config, [("train.baselines", "False")])
     config = override(config, list(overrides.items()))
@@ -73,3 +82,15 @@ def test_what_rests_is_foreseen_to_the_byte(overrides):
         sizes = [sum(a.size for a in jax.tree.leaves(made.state_shapes().params)) for made in (bare, program)]
         assert [sketch.parameters, sketch.adapters] == sizes
     assert found.total == pytest.approx(sum(nbytes(tree) for tree in expected.values()), abs=400)
+
+
+def test_what_samples_is_counted():
+    """Twice while new weights come, when a step's temporaries are not there."""
+    config = resolve("configs/tiny.py", [("cpu_devices", "0")]).config
+    model = Pretrained("unread", 0, json.dumps(config.model.to_hf()))
+    config = override(dataclasses.replace(config, model=model), [("train.baselines", "False"), ("precision", "bf16")])
+    grpo = GrpoConfig(("judge.py:it",), max_tokens=8, tensor=2, kv_cache_gib=1)
+    sketch = Sketch.of(dataclasses.replace(config, grpo=grpo), GPUS["h100"])
+    assert sampling(sketch, 1e12) == sketch.parameters * 2 / 2 + 2**30
+    assert sampling(sketch, 0) == sketch.parameters * 2 + 2**30
+    assert memory(sketch).kinds["what samples"] >= sampling(sketch, 1e12)

@@ -6,6 +6,7 @@ from shardlm.reinforce.prompts import Prompt
 from shardlm.reinforce.rewards import Reward
 from shardlm.reinforce.rollouts import described, judge, means
 from shardlm.serve.outputs import CompletionOutput
+from shardlm.train.report import describe_validation
 
 
 def reply(text: str, finish: str = "stop") -> CompletionOutput:
@@ -34,3 +35,10 @@ def test_functions_see_every_reply_with_its_prompt_and_columns():
     assert described(groups) == {"reply_tokens": 1.75, "truncated_fraction": 0.25}
     assert means({"reward": np.array([1.0]), "reward_other": np.array([np.nan])}) == {"reward": 1.0}
     assert set(judge([Reward("length", length)], prompts, groups)) == {"reward"}
+
+
+def test_validation_is_told_in_a_line():
+    values = {"validation_reward": 0.5, "validation_reply_tokens": 12.0, "validation_truncated_fraction": 0.25}
+    assert describe_validation(values) == "validation reward 0.5000, 12 tokens a reply, 25.0% cut off"
+    averaged = describe_validation(values | {"validation_loss_ema": -0.75})
+    assert averaged == "validation reward 0.5000, of averaged weights 0.7500, 12 tokens a reply, 25.0% cut off"

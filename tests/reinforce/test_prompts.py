@@ -11,7 +11,8 @@ from shardlm.tokenizer import train_bpe
 
 TOKENIZER = train_bpe(["user: what is it? assistant: a mesh\n"] * 8, 280)
 TEMPLATE = ChatTemplate(
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no role nobody') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -33,12 +34,20 @@ def test_texts_stay_as_they_are_and_messages_are_rendered(tmp_path):
     assert asked.completion("b") == [{"role": "assistant", "content": "b"}] and asked.columns["level"] == [1]
 
 
+def test_a_reply_that_the_assistant_has_begun_goes_on(tmp_path):
+    chat = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "it is"}]
+    [begun] = read(lines(tmp_path / "p.jsonl", {"prompt": chat}), TOKENIZER, TEMPLATE, 64, "data.train")
+    assert TOKENIZER.decode(begun.tokens) == "user: what is it?\nassistant: it is"
+    assert begun.completion(" a mesh") == [{"role": "assistant", "content": "it is a mesh"}]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", r"p.jsonl:1 is not JSON"),
         ({"text": "a"}, r'p.jsonl:1 has no prompt; a line is {"prompt": ...}'),
         ({"prompt": [{"content": "a"}]}, r"p.jsonl:1 \(prompt\)"),
+        ({"prompt": [{"role": "nobody", "content": "a"}]}, r"p.jsonl:1 \(prompt\): .*no role nobody"),
         ("\n", "data.train=.*p.jsonl has no line with a prompt"),
         ({"prompt": "a mesh " * 9}, "1 of 1 prompts of data.train are longer than the 8 tokens that train.seq_len"),
     ],

@@ -1,12 +1,13 @@
 """Functions that judge replies: how they are found and called, what is no reward, and what becomes of their numbers."""
 
 import math
+import os
 
 import numpy as np
 import pytest
 
 from shardlm.errors import ShardlmError
-from shardlm.reinforce.rewards import Reward, advantages, load, summed
+from shardlm.reinforce.rewards import Reward, advantages, load, load_all, summed
 
 FILE = """
 import dataclasses
@@ -32,6 +33,17 @@ def test_a_function_of_a_file_or_a_package_is_called_as_in_trl(tmp_path):
     assert length.judge(["p", "q"], ["ab", "abc"], columns).tolist() == [2, 3]
     assert right.judge(["p", "q"], ["ab", "abc"], columns).tolist() == [1, 0]
     assert load("math:prod").name == "prod"
+
+
+def test_functions_of_one_name_are_told_apart_and_a_file_is_run_once(tmp_path):
+    for name in ("one", "two"):
+        text = "def score(prompts, **_):\n    return [1.0]\n\ndef other(prompts, **_):\n    return [2.0]\n"
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n{text}")
+    places = [f"{tmp_path}/{name}" for name in ("one.py:score", "two.py:score", "two.py:other")]
+    assert [reward.name for reward in load_all(places)] == [*places[:2], "other"]
+    assert (tmp_path / "ran").read_text() == "one two "
+    with pytest.raises(ShardlmError, match="has math:prod twice; name each function once"):
+        load_all(["math:prod", "math:prod"])
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,21 @@ def test_what_is_no_reward(function, message):
         Reward("judge", function).judge(["p", "q"], ["a", "b"], {"answer": [1, 2]})
 
 
+def test_numbers_of_arrays_and_of_coroutines_are_numbers():
+    async def later(prompts, **_):
+        return np.array([True, False])
+
+    assert Reward("later", later).judge(["p", "q"], ["a", "b"], {}).tolist() == [1, 0]
+    found = Reward("bits", lambda prompts, **_: np.float32([0.5, 2])).judge(["p", "q"], ["a", "b"], {})
+    assert found.tolist() == [0.5, 2]
+
+
+def test_a_reward_that_changes_the_folder_leaves_the_runs(tmp_path):
+    here = os.getcwd()
+    Reward("away", lambda prompts, **_: [os.chdir(tmp_path) or 1.0]).judge(["p"], ["a"], {})
+    assert os.getcwd() == here
+
+
 def test_rewards_are_summed_and_none_adds_nothing():
     judged = [np.array([1.0, math.nan, 2.0]), np.array([0.5, 3.0, math.nan])]
     assert summed(judged, ["a", "b"]).tolist() == [1.5, 3.0, 2.0]
@@ -76,3 +103,4 @@ def test_advantages_are_those_of_the_paper():
     np.testing.assert_allclose(found[0], np.array([-1, -1, 0, 2]) / np.sqrt(1.5), rtol=1e-3)
     assert not found[1].any()
     assert advantages(rewards, scale=False)[0].tolist() == [-1, -1, 0, 2]
+    assert np.mean([0.1] * 6) != 0.1 and not advantages(np.full((1, 6), 0.1), scale=True).any()
