@@ -31,6 +31,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
             "of OPT (125m, 1.3b, 2.7b, 6.7b, 13b, 30b, 66b)"
         )
     options.only("_remove_final_layer_norm", False)
+    options.only("learned_embeddings", True)  # Galactica says so; of scaled ones it says that they are not
     scaled = bool(options("layer_norm_elementwise_affine", True))
     attention = AttentionConfig(N, N, D // N, rope=None, bias=bias, out_bias=bias)
     network = MlpConfig(options("ffn_dim"), options.activation("activation_function"), gated=False, bias=bias)

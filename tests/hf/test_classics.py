@@ -261,6 +261,18 @@ def test_prompts_whose_keys_have_positions_attend_over_pages():
 def test_positions_that_a_config_does_not_say():
     assert registry.longest(CLASSIC["Falcon 40B"][0]) == registry.longest(CLASSIC["BLOOM 560M"][0]) == 2048
     assert registry.longest({"model_type": "bloom"}) == 2048 and registry.longest({}) == 0
+    command_r = CLASSIC["Command R"][0] | {"max_position_embeddings": 8192}  # as published
+    assert registry.longest(command_r) == 131072
+
+
+def test_galactica_says_of_its_positions_that_they_are_learned():
+    said = options_of("galactica")
+    published = said | {"learned_embeddings": True, "scale_embeddings": False}
+    assert registry.transformer(published) == registry.transformer(said)
+    with pytest.raises(ShardlmError, match="learned_embeddings=False, which is not supported"):
+        registry.transformer(said | {"learned_embeddings": False})
+    with pytest.raises(ShardlmError, match="does not know.*: scale_embeddings=True"):
+        registry.transformer(said | {"scale_embeddings": True})
 
 
 def test_experts_one_after_the_other_weigh_against_their_rivals():
