@@ -207,6 +207,8 @@ def test_a_base_of_dbrx_that_its_attention_says():
     inside["attn_config"] = said["attn_config"] | {"rope_theta": 500.0}
     of_all = {**inside, "rope_theta": 500.0, "attn_config": {**said["attn_config"], "rope_theta": None}}
     assert registry.transformer(inside) == registry.transformer(of_all) != registry.transformer(said)
+    with pytest.raises(ShardlmError, match=r"rope_theta=500\.0 in attn_config and 10000\.0 in rope_parameters; remove"):
+        registry.transformer({**said, "attn_config": inside["attn_config"]})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_a_base_of_dbrx_that_its_attention_says():
         ("falcon_new", {"parallel_attn": False}, "parallel_attn=False, which is not supported"),
         ("gpt_bigcode", {"scale_attn_weights": False}, "scale_attn_weights=False, which is not supported"),
         ("minicpm3", {"attention_bias": True}, "attention_bias=True, which is not supported"),
-        ("dbrx", {"attn_config": {"kv_n_heads": 2, "qk_ln": True}}, "does not know.*: qk_ln=True"),
+        ("dbrx", {"attn_config": {"kv_n_heads": 2, "qk_ln": True}}, "in attn_config' has.* not know.*: qk_ln=True"),
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "supported: None, 1"),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "silu", "beta": 2}}}, "does not know.*: beta=2"),
         ("gptj", {"rotary_dim": None}, "has no 'rotary_dim'"),
@@ -271,7 +273,7 @@ def test_galactica_says_of_its_positions_that_they_are_learned():
     assert registry.transformer(published) == registry.transformer(said)
     with pytest.raises(ShardlmError, match="learned_embeddings=False, which is not supported"):
         registry.transformer(said | {"learned_embeddings": False})
-    with pytest.raises(ShardlmError, match="does not know.*: scale_embeddings=True"):
+    with pytest.raises(ShardlmError, match=r"does not know.*: scale_embeddings=True"):
         registry.transformer(said | {"scale_embeddings": True})
 
 
