@@ -3,6 +3,7 @@ may say that is not followed, and what is theirs alone."""
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from published_sizes import common, parameters
 from small import mesh_of
+from test_opening import change_tensors
 
 from shardlm.errors import ShardlmError
+from shardlm.execution import stored_dtype
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
+from shardlm.models.pretrained import Pretrained
 from shardlm.ops.routing import sparsely_mixed
 from shardlm.rules import Rules
 from shardlm.serve.prefill import chosen
@@ -265,6 +269,17 @@ def test_positions_that_a_config_does_not_say():
     assert registry.longest({"model_type": "bloom"}) == 2048 and registry.longest({}) == 0
     command_r = CLASSIC["Command R"][0] | {"max_position_embeddings": 8192}  # as published
     assert registry.longest(command_r) == 131072
+
+
+def test_a_dtype_that_a_config_does_not_say_is_that_of_the_files(tmp_path):
+    """BLOOM's and GPT-J's first ones; of config.json alone it is float32."""
+    folder = shutil.copytree(REFERENCES / "bloom", tmp_path / "bloom")
+    said = {name: value for name, value in options_of("bloom").items() if name != "dtype"}
+    (folder / "config.json").write_text(json.dumps(said))
+    change_tensors(folder, **{"word_embeddings_layernorm.bias": np.zeros(36, np.float32)})
+    assert stored_dtype(Pretrained(str(folder))) == "bfloat16"
+    (folder / "model.safetensors").unlink()
+    assert stored_dtype(Pretrained(str(folder))) == "float32"
 
 
 def test_galactica_says_of_its_positions_that_they_are_learned():
