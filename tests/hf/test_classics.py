@@ -267,6 +267,9 @@ def test_prompts_whose_keys_have_positions_attend_over_pages():
 def test_positions_that_a_config_does_not_say():
     assert registry.longest(CLASSIC["Falcon 40B"][0]) == registry.longest(CLASSIC["BLOOM 560M"][0]) == 2048
     assert registry.longest({"model_type": "bloom"}) == 2048 and registry.longest({}) == 0
+    for name in ("opt", "gpt_neo"):  # as many as their tables have
+        said = {key: own for key, own in options_of(name).items() if key != "max_position_embeddings"}
+        assert registry.longest(said) == registry.transformer(said).max_positions == 2048
     command_r = CLASSIC["Command R"][0] | {"max_position_embeddings": 8192}  # as published
     assert registry.longest(command_r) == 131072
 
