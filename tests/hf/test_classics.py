@@ -15,12 +15,16 @@ from test_opening import change_tensors
 
 from shardlm.errors import ShardlmError
 from shardlm.execution import stored_dtype
+from shardlm.hardware import GPUS
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.routing import sparsely_mixed
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.rules import Rules
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.prefill import chosen
 from shardlm.state import ModelDef, cache_entries
 
@@ -248,8 +252,12 @@ def test_keys_with_positions_are_not_kept_in_8_bits():
         shape = registry.transformer(options_of("bloom"))
         for held in ("fp8", "int8"):
             model = ModelDef.make(shape, Execution(Rules.make("zero3", spec).for_decoding(), kv_cache=held))
-            with pytest.raises(ShardlmError, match=f"kv_cache_dtype={held}: keys of the model have their positions"):
+            refused = f"^kv_cache_dtype={held}: keys of the model have their positions"
+            with pytest.raises(ShardlmError, match=refused):
                 cache_entries(model)
+            served, engine = ServedModel.of_folder(REFERENCES / "bloom"), EngineConfig(kv_cache_dtype=held)
+            with pytest.raises(ShardlmError, match=refused):  # on any mesh: none is looked for
+                ServingCase(served, Cluster.of(GPUS["h100"], 1), engine, 20, 9)
 
 
 def test_prompts_whose_keys_have_positions_attend_over_pages():
