@@ -1,6 +1,8 @@
 """How a model that is opened runs: the dtype it computes in, what its weights are held in, and the kernels for its
 devices."""
 
+import collections
+import pathlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import multiplies_fp8
-from shardlm.hf_files import Folder
+from shardlm.hf_files import Folder, Stored, holds_weights
 from shardlm.hf_quantised import supported
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
@@ -26,9 +28,18 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 
 
 def stored_dtype(source: Pretrained) -> str:
-    """The dtype that a Hugging Face checkpoint says its weights are in."""
-    stored = registry.text_config(source.options)
-    return stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    """The dtype that a Hugging Face checkpoint says its weights are in; where it does not, as older ones, that of most
+    of them, or float32 where they are not here."""
+    said = registry.text_config(source.options)
+    return said.get("dtype") or said.get("torch_dtype") or _dtype_of_files(pathlib.Path(source.folder)) or "float32"
+
+
+def _dtype_of_files(folder: pathlib.Path) -> str:
+    sizes = collections.Counter()
+    for tensor in Folder.open(folder).tensors.values() if holds_weights(folder) else ():
+        if isinstance(tensor, Stored) and tensor.dtype.name in DTYPES:
+            sizes[tensor.dtype.name] += tensor.nbytes
+    return max(sizes, key=sizes.get, default="")
 
 
 def weight_format_of(

@@ -224,12 +224,7 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
     Raises ShardlmError for heads of different sizes in int8, which has a scale for each, and for keys with positions in
     them in 8 bits.
     """
-    held = model.execution.kv_cache
-    if held in ("fp8", "int8") and any(getattr(a, "slopes", ()) for a in model.config.attentions()):
-        raise ShardlmError(
-            f"kv_cache_dtype={held}: keys of the model have their positions in them (linear biases), which 8 bits do "
-            "not hold; choose auto or bfloat16"
-        )
+    check_positions_in_keys(model.config, model.execution.kv_cache)
     every = [entries for a in _attentions(model) if (entries := a.cache_entries())]
     indexes = [entries[INDEX] for entries in every if INDEX in entries]
     index = {INDEX: indexes[0]} if indexes else {}  # of layers that have no indexer too (MiniMax M3's first)
@@ -244,6 +239,15 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
     most = math.lcm(*model.config.kept_numbers(kv_ways(model)).values())
     split = [kind for kind in kinds if all(name == "kv_heads" for _, (_, name) in kind)]
     return {name: ((most // width, width), of) for name, ((_, width), of) in (split or kinds)[0]} | index
+
+
+def check_positions_in_keys(config: TransformerConfig, held: str) -> None:
+    """Raises ShardlmError for keys with positions in them in 8 bits."""
+    if held in ("fp8", "int8") and any(getattr(a, "slopes", ()) for a in config.attentions()):
+        raise ShardlmError(
+            f"kv_cache_dtype={held}: keys of the model have their positions in them (linear biases), which 8 bits do "
+            "not hold; choose auto or bfloat16"
+        )
 
 
 def kv_ways(model: ModelDef) -> int:

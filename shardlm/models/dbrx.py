@@ -1,6 +1,7 @@
 """DBRX (https://www.databricks.com/blog/introducing-dbrx-new-state-art-open-llm): a mixture in every layer, layer norms
 without biases, queries, keys and values that are clipped."""
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.moe import MoeConfig
@@ -19,15 +20,14 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     for name in ("emb_pdrop", "num_key_value_heads", "max_seq_len"):  # of training; of attention; see registry.longest
         options(name, None)
     D, N = options("d_model"), options("n_heads")
-    own = Options(options("attn_config", {}))
+    own, of_all = options.inside("attn_config"), options("rope_parameters", None) or {}
     if (theta := own("rope_theta", None)) is not None:
+        _same(theta, of_all.get("rope_theta", theta))
         options.where_absent(rope_theta=theta)
     kv_heads, clip = own("kv_n_heads", 1), float(own("clip_qkv", 0.0))
     rope = rope_of(options, D // N, length=length)
     own("rope_parameters", None), own.finish()
-    block = BlockConfig(
-        AttentionConfig(N, kv_heads, D // N, rope, clip=clip), _experts(Options(options("ffn_config", {})))
-    )
+    block = BlockConfig(AttentionConfig(N, kv_heads, D // N, rope, clip=clip), _experts(options.inside("ffn_config")))
     return TransformerConfig(
         vocab_size=options("vocab_size"),
         embed_dim=D,
@@ -37,6 +37,15 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     )
 
 
+def _same(own: float, of_all: float) -> None:
+    """Raises ShardlmError for two bases: transformers 5.24 writes the usual one beside that of the published models."""
+    if own != of_all:
+        raise ShardlmError(
+            f"config.json has rope_theta={own} in attn_config and {of_all} in rope_parameters; remove that which the "
+            "model was not trained with (as transformers 5 writes published models, it is the second)"
+        )
+
+
 def _experts(options: Options) -> MoeConfig:
     """Of the options of feed-forward layers."""
     for name in ("hidden_size", "moe_jitter_eps"):  # as the model has it; of training
@@ -44,7 +53,8 @@ def _experts(options: Options) -> MoeConfig:
     options.where_absent(moe_normalize_expert_weights=1)
     normalize = options("moe_normalize_expert_weights", None) is not None
     options.only("moe_normalize_expert_weights", None, 1, 1.0)
-    activation = Options({"name": "silu", **options("ffn_act_fn", {})})
+    activation = options.inside("ffn_act_fn")
+    activation.where_absent(name="silu")
     found = MoeConfig(
         num_experts=options("moe_num_experts", 4),
         top_k=options("moe_top_k", 1),

@@ -17,6 +17,7 @@ from shardlm.models.transformer_config import TransformerConfig
 
 LAYER = "transformer.h.{layer}."
 KINDS = ("global", "local")
+LONGEST = 2048  # positions, where config.json does not say it
 
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
@@ -37,7 +38,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
         segments=segments_of([block(window) for window in _windows(options)]),
         norm=NormConfig("layer", options("layer_norm_epsilon", 1e-5)),
         tie_embeddings=bool(options("tie_word_embeddings", True)),
-        max_positions=options("max_position_embeddings", 2048),
+        max_positions=options("max_position_embeddings", LONGEST),
     )
 
 

@@ -133,6 +133,11 @@ class Options:
         for name, value in values.items():
             self.only(name, value)
 
+    def inside(self, name: str) -> "Options":
+        """Those that one of them has, to be finished by themselves; none where it is absent."""
+        own = {**self(name, {}), "model_type": f"{self.values.get('model_type')} in {name}"}
+        return Options(own)
+
     def aside(self, *names: str) -> None:
         """Options that are known and change nothing here."""
         for name in names:

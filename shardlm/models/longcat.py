@@ -42,6 +42,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     if type(layers) is not int or layers < 1:
         raise ShardlmError(f"config.json has num_layers={layers!r}; it needs a whole number of at least 1")
     options.values = {**options.values, "num_hidden_layers": 2 * layers}
+    options("q_lora_rank")  # by which scores are scaled
     latent = deepseek.latent(options, length)
     of_queries = math.sqrt(width / latent.q_latent_dim)
     scale = (latent.scale or latent.head_dim**-0.5) * of_queries

@@ -28,7 +28,7 @@ ASIDE = ("block_size", "shared_moe_mode")
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` minimax, and as published minimax_text_01 and minimax_m1."""
-    options.where_absent(hidden_act="silu")
+    options.where_absent(hidden_act="silu", rope_theta=1_000_000.0)
     for name, known in {"hidden_act": "silu", "postnorm": True, "shared_intermediate_size": 0}.items():
         options.only(name, known)
     for name in ASIDE:

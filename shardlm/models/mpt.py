@@ -26,7 +26,8 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     options.only("expansion_ratio", 4)
     options.only("norm_type", "low_precision_layernorm", "layernorm")
     D, N = options("d_model"), options("n_heads")
-    block = BlockConfig(_attention(Options(options("attn_config", {})), D, N), MlpConfig(4 * D, "gelu", gated=False))
+    attention = _attention(options.inside("attn_config"), D, N)
+    block = BlockConfig(attention, MlpConfig(4 * D, "gelu", gated=False))
     return TransformerConfig(
         vocab_size=options("vocab_size"),
         embed_dim=D,

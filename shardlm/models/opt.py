@@ -14,6 +14,7 @@ from shardlm.models.naming import Names, Tensor, layer_norms, linear
 from shardlm.models.transformer_config import TransformerConfig
 
 LAYER = "model.decoder.layers.{layer}."
+LONGEST = 2048  # positions, where config.json does not say it
 FIRST = 2  # row of the positions' table that a text begins with, in all of them
 
 
@@ -31,11 +32,12 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
             "of OPT (125m, 1.3b, 2.7b, 6.7b, 13b, 30b, 66b)"
         )
     options.only("_remove_final_layer_norm", False)
+    options.only("learned_embeddings", True)  # Galactica says so; of scaled ones it says that they are not
     scaled = bool(options("layer_norm_elementwise_affine", True))
     attention = AttentionConfig(N, N, D // N, rope=None, bias=bias, out_bias=bias)
     network = MlpConfig(options("ffn_dim"), options.activation("activation_function"), gated=False, bias=bias)
     block, norm = BlockConfig(attention, network), NormConfig("layer", bias=scaled, scaled=scaled)
-    positions = options("max_position_embeddings", 2048)
+    positions = options("max_position_embeddings", LONGEST)
     return hf_decoder.decoder(options, lambda layer: block, norm, True, max_positions=positions, first_position=FIRST)
 
 

@@ -11,7 +11,7 @@ from shardlm.models.transformer_config import TransformerConfig
 
 def from_hf(options: Options, length: int) -> TransformerConfig:
     """`model_type` persimmon."""
-    options("hidden_dropout", None)  # of training
+    options.aside("hidden_dropout", "rms_norm_eps")  # of training; of norms that it has none of
     options.where_absent(hidden_act="relu2")
     norm = NormConfig("layer", options("layer_norm_eps", 1e-5))
     own = {"bias": True, "out_bias": True, "norm": norm}

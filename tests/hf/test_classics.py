@@ -3,6 +3,7 @@ may say that is not followed, and what is theirs alone."""
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,20 @@ import numpy as np
 import pytest
 from published_sizes import common, parameters
 from small import mesh_of
+from test_opening import change_tensors
 
 from shardlm.errors import ShardlmError
+from shardlm.execution import stored_dtype
+from shardlm.hardware import GPUS
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
+from shardlm.models.pretrained import Pretrained
 from shardlm.ops.routing import sparsely_mixed
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.rules import Rules
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.prefill import chosen
 from shardlm.state import ModelDef, cache_entries
 
@@ -207,6 +215,8 @@ def test_a_base_of_dbrx_that_its_attention_says():
     inside["attn_config"] = said["attn_config"] | {"rope_theta": 500.0}
     of_all = {**inside, "rope_theta": 500.0, "attn_config": {**said["attn_config"], "rope_theta": None}}
     assert registry.transformer(inside) == registry.transformer(of_all) != registry.transformer(said)
+    with pytest.raises(ShardlmError, match=r"rope_theta=500\.0 in attn_config and 10000\.0 in rope_parameters; remove"):
+        registry.transformer({**said, "attn_config": inside["attn_config"]})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +230,7 @@ def test_a_base_of_dbrx_that_its_attention_says():
         ("falcon_new", {"parallel_attn": False}, "parallel_attn=False, which is not supported"),
         ("gpt_bigcode", {"scale_attn_weights": False}, "scale_attn_weights=False, which is not supported"),
         ("minicpm3", {"attention_bias": True}, "attention_bias=True, which is not supported"),
-        ("dbrx", {"attn_config": {"kv_n_heads": 2, "qk_ln": True}}, "does not know.*: qk_ln=True"),
+        ("dbrx", {"attn_config": {"kv_n_heads": 2, "qk_ln": True}}, "in attn_config' has.* not know.*: qk_ln=True"),
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "supported: None, 1"),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "silu", "beta": 2}}}, "does not know.*: beta=2"),
         ("gptj", {"rotary_dim": None}, "has no 'rotary_dim'"),
@@ -242,8 +252,12 @@ def test_keys_with_positions_are_not_kept_in_8_bits():
         shape = registry.transformer(options_of("bloom"))
         for held in ("fp8", "int8"):
             model = ModelDef.make(shape, Execution(Rules.make("zero3", spec).for_decoding(), kv_cache=held))
-            with pytest.raises(ShardlmError, match=f"kv_cache_dtype={held}: keys of the model have their positions"):
+            refused = f"^kv_cache_dtype={held}: keys of the model have their positions"
+            with pytest.raises(ShardlmError, match=refused):
                 cache_entries(model)
+            served, engine = ServedModel.of_folder(REFERENCES / "bloom"), EngineConfig(kv_cache_dtype=held)
+            with pytest.raises(ShardlmError, match=refused):  # on any mesh: none is looked for
+                ServingCase(served, Cluster.of(GPUS["h100"], 1), engine, 20, 9)
 
 
 def test_prompts_whose_keys_have_positions_attend_over_pages():
@@ -261,6 +275,32 @@ def test_prompts_whose_keys_have_positions_attend_over_pages():
 def test_positions_that_a_config_does_not_say():
     assert registry.longest(CLASSIC["Falcon 40B"][0]) == registry.longest(CLASSIC["BLOOM 560M"][0]) == 2048
     assert registry.longest({"model_type": "bloom"}) == 2048 and registry.longest({}) == 0
+    for name in ("opt", "gpt_neo"):  # as many as their tables have
+        said = {key: own for key, own in options_of(name).items() if key != "max_position_embeddings"}
+        assert registry.longest(said) == registry.transformer(said).max_positions == 2048
+    command_r = CLASSIC["Command R"][0] | {"max_position_embeddings": 8192}  # as published
+    assert registry.longest(command_r) == 131072
+
+
+def test_a_dtype_that_a_config_does_not_say_is_that_of_the_files(tmp_path):
+    """BLOOM's and GPT-J's first ones; of config.json alone it is float32."""
+    folder = shutil.copytree(REFERENCES / "bloom", tmp_path / "bloom")
+    said = {name: value for name, value in options_of("bloom").items() if name != "dtype"}
+    (folder / "config.json").write_text(json.dumps(said))
+    change_tensors(folder, **{"word_embeddings_layernorm.bias": np.zeros(36, np.float32)})
+    assert stored_dtype(Pretrained(str(folder))) == "bfloat16"
+    (folder / "model.safetensors").unlink()
+    assert stored_dtype(Pretrained(str(folder))) == "float32"
+
+
+def test_galactica_says_of_its_positions_that_they_are_learned():
+    said = options_of("galactica")
+    published = said | {"learned_embeddings": True, "scale_embeddings": False}
+    assert registry.transformer(published) == registry.transformer(said)
+    with pytest.raises(ShardlmError, match="learned_embeddings=False, which is not supported"):
+        registry.transformer(said | {"learned_embeddings": False})
+    with pytest.raises(ShardlmError, match=r"does not know.*: scale_embeddings=True"):
+        registry.transformer(said | {"scale_embeddings": True})
 
 
 def test_experts_one_after_the_other_weigh_against_their_rivals():

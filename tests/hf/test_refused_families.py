@@ -150,6 +150,11 @@ def options_of(name: str) -> dict:
         ("minimax", {"layer_types": None, "attn_type_list": [0, 2, 1, 0]}, "needs num_hidden_layers=4 of full_att"),
         ("minimax", {"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported; supported: 'silu'"),
         ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy', which is not supported; supported"),
+        (
+            "longcat_flash",
+            {"q_lora_rank": None},
+            "config.json has no 'q_lora_rank', which a 'longcat_flash' model needs",
+        ),
         ("longcat_flash", {"num_layers": 0}, "num_layers=0; it needs a whole number of at least 1"),
         ("minimax_m3", {"index_n_heads": 4}, "index_n_heads=4; supported: num_key_value_heads=2"),
         ("minimax_m3", {"swiglu_limit": 5.0}, "swiglu_limit=5.0, which is not supported; supported: 7.0"),

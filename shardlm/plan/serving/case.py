@@ -32,6 +32,7 @@ from shardlm.serve.entries import fitted
 from shardlm.serve.snapshots import LEAST
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
+from shardlm.state import check_positions_in_keys
 from shardlm.train.config import RunConfig
 
 
@@ -134,6 +135,7 @@ class ServingCase:
                 "a serving plan does not cover deterministic=True, whose programs run a token at a time; leave it out"
             )
         self._check_drafts()
+        check_positions_in_keys(self.model.shape, self.engine.kv_cache_dtype)
         gpu = self.cluster.gpu
         if self.engine.quantization == PUBLISHED and not self.model.folder:
             raise not_published(f"{self.model.name} has no such")
