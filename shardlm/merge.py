@@ -42,10 +42,26 @@ def merged(model: ModelDef, base: Tree, adapters: Tree) -> Tree:
     return unflatten_dict({path: Unread(w.shape, dtype, functools.partial(fetch, path, w)) for path, w in flat.items()})
 
 
-def _product(a: np.ndarray, b: np.ndarray, stacked: bool) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="factor")  # once: a function made anew at each step is compiled at each
+def added(base: Tree, adapters: Tree, factor: float) -> Tree:
+    """As `merged`, of arrays on devices: W + factor A B, each where W is and in its dtype."""
+    flat, given = flatten_dict(base), flatten_dict(adapters)
+
+    def whole_of(path: tuple, w: jax.Array) -> jax.Array:
+        if beside(path)[0] not in given:
+            return w
+        a, b = (given[own].astype(jnp.float32) for own in beside(path))
+        product = _product(a, b, path[0] == "segments", jax.typeof(w).sharding)
+        return (w.astype(jnp.float32) + factor * product).astype(w.dtype)
+
+    return unflatten_dict({path: whole_of(path, w) for path, w in flat.items()})
+
+
+def _product(a: np.ndarray | jax.Array, b: np.ndarray | jax.Array, stacked: bool, sharding: Any = None) -> jax.Array:
     """[*stack, *inputs, rank] times [*stack, rank, *outputs]."""
     letters = iter("ijkmnop")
     stack = "l" if stacked else ""
     inputs = "".join(next(letters) for _ in range(a.ndim - 1 - stacked))
     outputs = "".join(next(letters) for _ in range(b.ndim - 1 - stacked))
-    return jnp.einsum(f"{stack}{inputs}z,{stack}z{outputs}->{stack}{inputs}{outputs}", a, b, precision="highest")
+    equation = f"{stack}{inputs}z,{stack}z{outputs}->{stack}{inputs}{outputs}"
+    return jnp.einsum(equation, a, b, precision="highest", out_sharding=sharding)

@@ -292,16 +292,7 @@ def _local(
     if config.bias:
         logits = logits + routed["logit_bias"]
     scores = routing.scores(logits, config.router)
-    if config.hashed:
-        chosen = reads["chosen"].reshape(-1, k).astype(jnp.int32)
-        mix = routing.weights_of(scores.reshape(-1, C), chosen, config.router)
-    elif config.router.scoring == "sparsemixer":
-        mix, chosen = routing.sparsely_mixed(logits.reshape(-1, E), k, config.router.jitter)
-    else:
-        both = scores.reshape(-1, C), logits.reshape(-1, C)
-        mix, chosen = routing.route(both[0], routed.get("bias"), k, config.router, both[1])
-    if config.apart:
-        mix = mix * (jax.nn.one_hot(chosen, E, dtype=mix.dtype) @ routed["expert_scale"].astype(mix.dtype))
+    mix, chosen = _routed(config, reads, routed, logits, scores)
     chosen = jnp.where(real.reshape(-1, 1), chosen, C)
     picked = jnp.sum(chosen.reshape(B, T, k)[..., None] == jnp.arange(C), axis=2).astype(jnp.float32)
     if config.load_bias:
@@ -352,6 +343,22 @@ def _local(
     out = out.reshape(B, T, D)
     out = out if idle is None else out + x * idle.reshape(B, T, 1).astype(x.dtype)
     return out, jax.lax.psum(aux, everywhere) if everywhere else aux
+
+
+def _routed(config: MoeConfig, reads, routed, logits, scores) -> tuple[jax.Array, jax.Array]:
+    """What each token's experts weigh, and which they are: float32 and int32 [B * T, k]. logits, scores [B, T, C]."""
+    k, E, C = config.top_k, config.num_experts, config.choices
+    if config.hashed:
+        chosen = reads["chosen"].reshape(-1, k).astype(jnp.int32)
+        mix = routing.weights_of(scores.reshape(-1, C), chosen, config.router)
+    elif config.router.scoring == "sparsemixer":
+        mix, chosen = routing.sparsely_mixed(logits.reshape(-1, E), k, config.router.jitter)
+    else:
+        both = scores.reshape(-1, C), logits.reshape(-1, C)
+        mix, chosen = routing.route(both[0], routed.get("bias"), k, config.router, both[1])
+    if config.apart:
+        mix = mix * (jax.nn.one_hot(chosen, E, dtype=mix.dtype) @ routed["expert_scale"].astype(mix.dtype))
+    return mix, chosen
 
 
 def _biased(experts, sizes, a, name: str):

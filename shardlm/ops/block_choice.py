@@ -39,19 +39,8 @@ Selection = jax.Array | Places
 """`blocked`: bool [B, T, S], which positions of a row's pages; `pallas`: Places."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BlockIndex:
-    """What an indexer makes of tokens: queries q [B, T, N, H] and keys k [B, T, H] before their mean; `scale` [H] and
-    eps of a block's norm, and its rotation; how many blocks of how many tokens are chosen."""
-
-    q: jax.Array
-    k: jax.Array
-    scale: jax.Array
-    eps: float = dataclasses.field(metadata={"static": True})
-    rope: Rope = dataclasses.field(metadata={"static": True})
-    blocks: int = dataclasses.field(metadata={"static": True})
-    block: int = dataclasses.field(metadata={"static": True})
+class _Completed:
+    """What indexes have in common of which a query chooses `blocks` complete ones of `block` tokens."""
 
     @property
     def count(self) -> int:
@@ -71,6 +60,21 @@ class BlockIndex:
     def room(self) -> int:
         """Blocks that are attended to at most, the one that is not complete among them."""
         return self.blocks + 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockIndex(_Completed):
+    """What an indexer makes of tokens: queries q [B, T, N, H] and keys k [B, T, H] before their mean; `scale` [H] and
+    eps of a block's norm, and its rotation; how many blocks of how many tokens are chosen."""
+
+    q: jax.Array
+    k: jax.Array
+    scale: jax.Array
+    eps: float = dataclasses.field(metadata={"static": True})
+    rope: Rope = dataclasses.field(metadata={"static": True})
+    blocks: int = dataclasses.field(metadata={"static": True})
+    block: int = dataclasses.field(metadata={"static": True})
 
     def of_blocks(self, k: jax.Array, first: jax.Array) -> jax.Array:
         """Of the tokens' keys k [B, J, block, H], whose first stand at `first` int32 [B, J]: [B, J, H]."""
@@ -88,7 +92,7 @@ class BlockIndex:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PooledIndex:
+class PooledIndex(_Completed):
     """The same of an indexer beside latent attention (GLM-5 Next): queries q [B, T, N, H], and of each token its key
     and what it weighs of each number, side by side, k [B, T, 2 * H]; `scale` [block, H] is added to that by the token's
     place in its block; what heads weigh, `weighing` float32 [B, T, N]."""
@@ -101,25 +105,6 @@ class PooledIndex:
     weighing: jax.Array
 
     of_latents = True
-
-    @property
-    def count(self) -> int:
-        """Tokens that a text may have and every query still attends to all before it."""
-        return (self.blocks + 1) * self.block - 1
-
-    def whole(self, positions: jax.Array) -> jax.Array:
-        """Of how many blocks, from a text's first on, queries at these positions choose some."""
-        return (positions + 1) // self.block
-
-    @property
-    def each_block(self) -> int:
-        """Numbers of which a block's score is made."""
-        return self.q.shape[2]
-
-    @property
-    def room(self) -> int:
-        """Blocks that are attended to at most, the one that is not complete among them."""
-        return self.blocks + 1
 
     def of_blocks(self, k: jax.Array, first: jax.Array) -> jax.Array:
         """k [B, J, block, 2 * H] of tokens -> [B, J, H]; nothing is rotated."""

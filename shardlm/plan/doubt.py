@@ -60,6 +60,22 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
             shape.compressed and (config.lora.rank > 0 or config.optim.name == "muon")
         ),
         **_of_linear_attention(sketch),
+        **_of_other_layers(sketch),
+        "preference training was not compared": config.preference.beta > 0,
+        "training on rewards was not compared, and the seconds are without sampling": bool(config.grpo.reward),
+        "modules that predict further tokens were not compared": shape.mtp is not None,
+        "steps with compressed exchanges were not compared": exchanged,
+        f"unroll={config.unroll} was compared with remat=dots, dense models of up to 16 layers, one host and one "
+        "microbatch alone, and needed 7% more with 32 layers": config.unroll != 1 and not _without_loop(sketch),
+        f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _of_other_layers(sketch: Sketch) -> dict[str, bool]:
+    """Of layers and streams that few recorded programs have."""
+    config, shape = sketch.config, sketch.shape
+    return {
         "Mamba 2 beside attention was compared over fsdp and tensor with remat=full and one microbatch alone": (
             shape.both and _other_than(sketch, "tensor")
         ),
@@ -86,15 +102,7 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
             shape.inputs is not None
             and (config.remat != "full" or sketch.passes > 1 or sketch.mesh.data > 1 or config.lora.rank > 0)
         ),
-        "preference training was not compared": config.preference.beta > 0,
-        "training on rewards was not compared, and the seconds are without sampling": bool(config.grpo.reward),
-        "modules that predict further tokens were not compared": shape.mtp is not None,
-        "steps with compressed exchanges were not compared": exchanged,
-        f"unroll={config.unroll} was compared with remat=dots, dense models of up to 16 layers, one host and one "
-        "microbatch alone, and needed 7% more with 32 layers": config.unroll != 1 and not _without_loop(sketch),
-        f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
     }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def _of_linear_attention(sketch: Sketch) -> dict[str, bool]:

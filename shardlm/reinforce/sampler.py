@@ -2,17 +2,14 @@
 replaced before it samples."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.lora import beside
+from shardlm.merge import added
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
@@ -95,31 +92,3 @@ def check_rotation(model: Pretrained, seq_len: int) -> None:
                 "the longest row, and replies would be sampled with another than is trained; set model.length to "
                 f"{seq_len}"
             )
-
-
-@functools.partial(jax.jit, static_argnames="factor")  # once: a function made anew at each step is compiled at each
-def added(base: Any, adapters: Any, factor: float) -> Any:
-    """Weights with adapters in them, W + factor A B, in the dtype of W, for a model without: `merge.merged` for arrays
-    on devices."""
-    flat, given = flatten_dict(base), flatten_dict(adapters)
-
-    def whole_of(path: tuple, w: jax.Array) -> jax.Array:
-        down, up = beside(path)
-        if down not in given:
-            return w
-        a, b = given[down].astype(jnp.float32), given[up].astype(jnp.float32)
-        stacked = path[0] == "segments"
-        letters = iter("ijkmnop")
-        stack = "l" if stacked else ""
-        inputs = "".join(next(letters) for _ in range(a.ndim - 1 - stacked))
-        outputs = "".join(next(letters) for _ in range(b.ndim - 1 - stacked))
-        product = jnp.einsum(
-            f"{stack}{inputs}z,{stack}z{outputs}->{stack}{inputs}{outputs}",
-            a,
-            b,
-            precision="highest",
-            out_sharding=jax.typeof(w).sharding,
-        )
-        return (w.astype(jnp.float32) + factor * product).astype(w.dtype)
-
-    return unflatten_dict({path: whole_of(path, w) for path, w in flat.items()})

@@ -94,7 +94,10 @@ def check_policy(config: RunConfig) -> None:
         return
     what = f"grpo.reward={','.join(grpo.reward)}"
     if config.preference.beta:
-        raise ShardlmError(f"{what} with preference.beta={config.preference.beta}: choose one; set the other's to none")
+        raise ShardlmError(
+            f"{what} with preference.beta={config.preference.beta}: choose one; set preference.beta to 0, or leave "
+            "grpo.reward out"
+        )
     if not isinstance(config.model, Pretrained):
         raise ShardlmError(f"{what} with new weights: replies are a checkpoint's; set model to Pretrained(FOLDER)")
     if train.global_batch % grpo.group_size:

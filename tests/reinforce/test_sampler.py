@@ -8,8 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from small import mesh_of
 
 from shardlm.layers.lora import LoraConfig
+from shardlm.merge import added
 from shardlm.mesh import MeshSpec
-from shardlm.reinforce.sampler import Sampler, added
+from shardlm.reinforce.sampler import Sampler
 
 
 def test_adapters_are_added_by_one_program_at_every_step():

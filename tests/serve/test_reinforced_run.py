@@ -63,7 +63,7 @@ def test_the_reward_rises_and_what_samples_is_what_is_trained(home):
     first, second = steps[::2], steps[1::2]  # the first update with the same replies, and the second
     assert [line["reward"] for line in first] == [line["reward"] for line in second]
     assert sum(line["reward"] for line in first[-3:]) > 1.3 * sum(line["reward"] for line in first[:3])
-    # The sampler's programs and the trainer's sum in another order (measured: 4e-7 in the mean).
+    # The sampler's programs and the trainer's sum in another order (measured: 2e-7 to 1e-6 in the mean).
     assert all(line["sampling_gap"] < 1e-5 and abs(line["ratio"] - 1) < 1e-5 for line in first)
     assert all(line["sampling_gap"] > 1e-4 for line in second)
     [validated] = [line for line in logged(home / "run") if "validation_reward" in line]
