@@ -1,0 +1,39 @@
+"""What a checkpoint that sees says of it: one value for each family, made from its files."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardlm.vision.picture import Picture
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """How a checkpoint sees.
+
+    token    that stands for one image in what its chat template writes
+    vector   of those in its place, the one that stands for each vector of the encoder (often the same)
+    prepare  pixels uint8 [height, width, 3] -> Picture: resized, normalised, cut into patches. Raises ShardlmError for
+             what cannot be (a side too long for the other)
+    tokens   Picture -> the tokens in its place
+    sizes    patches that programs of the encoder have, ascending; an image has at most the last
+    encoder  configuration of the encoder (encoder.py)
+    merged   patches that one vector is made of
+    deep     how many layers, from the first, are given vectors of their own beside those that the embedding's place
+             takes: DeepStack (https://arxiv.org/abs/2511.21631). A vector has (1 + deep) * D numbers
+    axes     whether tokens have positions on three axes (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1)
+    whole    whether the tokens of an image see all of it, those after them too (Gemma 3)
+    """
+
+    token: int
+    vector: int
+    prepare: Callable[[np.ndarray], Picture]
+    tokens: Callable[[Picture], Sequence[int]]
+    sizes: tuple[int, ...]
+    encoder: Any
+    merged: int = 1
+    deep: int = 0
+    axes: bool = False
+    whole: bool = False
