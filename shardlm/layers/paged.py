@@ -25,6 +25,7 @@ from shardlm.layers.context import (
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged_heads import OnDevice
 from shardlm.layers.param import Execution
+from shardlm.layers.seen import Seen
 from shardlm.mesh import shard_map
 from shardlm.ops import block_choice, head_choice, paged_choice
 from shardlm.ops.block_choice import BlockIndex, PooledIndex
@@ -72,6 +73,8 @@ class Paged:
     tokens: jax.Array | None = None
     ngrams: tuple[jax.Array, ...] | None = None
     faster: jax.Array | None = None
+    seen: Seen | None = None
+    turns: jax.Array | None = None
 
     @classmethod
     def make(

@@ -21,6 +21,7 @@ from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
+from shardlm.serve.eyes import Eyes, sized
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.host_copies import Bundles, PageCopies, filling, told_of_room
 from shardlm.serve.host_pages import Move
@@ -50,12 +51,14 @@ class Runner:
         proposer: Proposer | None = None,
         proposer_params: Any = (),
         like: "Runner | None" = None,
+        eyes: Eyes | None = None,
     ):
         """`compile` comes next. With a proposer, decoding verifies its drafts; None for its parameters are the model's
-        own. `like`: a runner of the same model on other devices, whose programs are traced for both."""
+        own. `like`: a runner of the same model on other devices, whose programs are traced for both. `eyes`: the encoder
+        of a model that sees."""
         self.model, self._parts, self.mesh, self.config = model, [params], mesh, config
-        self.proposer, self.proposer_params = proposer, proposer_params
-        self._inputs = Inputs(config, model.config.vocab_size, proposer is not None)
+        self.proposer, self.proposer_params, self.eyes = proposer, proposer_params, eyes
+        self._inputs = Inputs(config, model.config.vocab_size, proposer is not None, eyes and eyes.sight)
         self._makers = self._state_makers()
         self._state = self._shape_of_empty()
         self._launchers = self._make_launchers()
@@ -74,8 +77,8 @@ class Runner:
 
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
         sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
-        make = functools.partial(empty_state, self.model, *sizes, self.proposer.empty if self.proposer else tuple)
-        return (jax.jit(make),)
+        drafts = self.proposer.empty if self.proposer else tuple
+        return (jax.jit(functools.partial(empty_state, self.model, *sizes, drafts, **sized(self.eyes))),)
 
     def _shape_of_empty(self) -> Any:
         """Until `allocate`: XLA tries its kernels out while it compiles, in memory that pages would have taken."""
@@ -148,7 +151,8 @@ class Runner:
         """Key -> (function, example arguments)."""
         work = self._own_shapes() | self._edits() | self._copiers()
         whole = {key: (function, (self._weights, self._state, *rest)) for key, (function, rest) in work.items()}
-        return whole | self._writers() | self._movers()
+        looks = self.eyes.shapes(self._state) if self.eyes else {}
+        return whole | self._writers() | self._movers() | looks
 
     def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of chunks and steps, (function, example arguments after the weights and the state)."""
@@ -342,7 +346,7 @@ class Runner:
         run = self._programs[key]
 
         def call() -> list:
-            made = run(self._weights, self._state, *arguments)
+            made = run(self.eyes.params if key[0] == "look" else self._weights, self._state, *arguments)
             self._state, *found = made if isinstance(made, tuple) else (made,)
             return found
 
@@ -357,6 +361,9 @@ class Runner:
         """What comes before a batch's own programs; arguments as of `start`."""
         self._move(batch.moves)
         self._copy(batch.restored)
+        for look in batch.looks:
+            size = self.eyes.size_of(look.picture.patches)
+            self._run(("look", size), *self._inputs.look(look, size))
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
         self._allow(masks)
