@@ -52,7 +52,7 @@ class Paged:
     [B]: which of several each row has (layers/lora.py); None where the model has not several. slot int32 [B]: where
     layers without pages remember each row's text; None where the model has none. `rows`: how these take tokens in
     (ops/delta_rows.py). sure int32 [B]: where in each row's text the tokens begin that may turn out wrong; None: with
-    the row.
+    the row. until int32 [B, T]: the last position that each token sees, after its own inside of an image; None: its own.
     """
 
     absorbs: ClassVar[bool] = True
@@ -74,6 +74,7 @@ class Paged:
     ngrams: tuple[jax.Array, ...] | None = None
     faster: jax.Array | None = None
     seen: Seen | None = None
+    until: jax.Array | None = None
     turns: jax.Array | None = None
 
     @classmethod
@@ -171,9 +172,9 @@ class Paged:
         )
         out, pages = shard_map(
             local,
-            in_specs=(of_q, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, *of_scores),
+            in_specs=(of_q, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, *of_scores, tokens),
             out_specs=(heads, pools),
-        )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection)
+        )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection, self.until)
         return out, pages | beside
 
     def attend_compressed(self, q, kv, compressed, positions, pages, layer, sinks, *, scale, window, rows):

@@ -98,7 +98,9 @@ def build(
     opened = load(found if classifier else path, mesh=mesh, decoding=True, length=length, check=cache, **options)
     if said := grown(opened, config.quantization):
         logging.warning("%s %s", path, said)
-    eyes = open_eyes(sight, opened.source, opened.model.execution.dtype, shape.embed_dim, opened.mesh) if sight else None
+    eyes = (
+        open_eyes(sight, opened.source, opened.model.execution.dtype, shape.embed_dim, opened.mesh) if sight else None
+    )
     engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft, eyes)
     pooling = Pooling.of(shape.embed_dim, opened.options, classifier)
     for one in (engine, *(engine.engines if isinstance(engine, EngineGroup) else ())):
@@ -171,7 +173,9 @@ def assemble(
         else:
             make = DeterministicRunner if config.deterministic else Runner
             own = {"eyes": eyes.on(place.stages[0].mesh)} if eyes else {}
-            runners.append(make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like, **own))
+            runners.append(
+                make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like, **own)
+            )
     with waiting("compiling", jax.process_index() == 0):
         compile_all(runners, progress)
     engines = [Engine(*pair, tokenizer, stop_ids, adapters) for pair in zip(runners, schedulers, strict=True)]

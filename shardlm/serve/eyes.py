@@ -70,7 +70,10 @@ class Eyes:
                 f"max_num_batched_tokens={sizes.max_batch_tokens} beside max_num_seqs={sizes.max_rows} has room for "
                 f"{room} tokens, and the {most} of an image are read at once; raise the first by {most - room}"
             )
-        sizes = dataclasses.replace(sizes, image_places=places, whole_images=self.sight.whole)
+        # Inside of an image tokens see those after them, which cuDNN's part of a chunk does not do (chunk_attention.py).
+        in_parts = sizes.in_parts and not self.sight.whole
+        whole = {"image_places": places, "whole_images": self.sight.whole, "in_parts": in_parts}
+        sizes = dataclasses.replace(sizes, **whole)
         return dataclasses.replace(self, places=places), sizes
 
 

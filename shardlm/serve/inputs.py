@@ -9,7 +9,7 @@ import numpy as np
 from shardlm.ops.batch_sampling import Edits, RowSettings
 from shardlm.ops.penalties import counts_of
 from shardlm.serve.batch import Row
-from shardlm.serve.gallery import Look
+from shardlm.serve.image_rows import image_rows
 from shardlm.serve.memory_copies import COPIES
 from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
@@ -39,8 +39,10 @@ class Inputs:
             fill_pages(where[i, 3:], pages, row.request)
         return DecodeRows(where)
 
-    def chunk_rows(self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int]) -> ChunkRows:
-        """The same with the settings of their requests."""
+    def chunk_rows(
+        self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int], whole: bool = False
+    ) -> ChunkRows:
+        """The same with the settings of their requests; for a program of the kind `whole` (runner_config.py)."""
         where, tokens, targets = self.padding(size[0], 6), np.zeros(size, np.int32), np.zeros(size, np.int32)
         for i, (row, pages, settings) in enumerate(rows):
             scored = settings.params.prompt_logprobs is not None
@@ -50,31 +52,8 @@ class Inputs:
             following = row.request.tokens[row.start + 1 : row.end + 1]
             targets[i, : len(following)] = following
         sampled = sampling([settings for _, _, settings in rows], size[0])
-        return ChunkRows(where, tokens, targets, *sampled, **self._seen([row for row, _, _ in rows], size))
-
-    def _seen(self, rows: Sequence[Row], size: tuple[int, int]) -> dict[str, np.ndarray]:
-        """What chunks have of images."""
-        if not self.sight:
-            return {}
-        seen = np.full(size, -1, np.int32)
-        for i, row in enumerate(rows):
-            if row.seen is not None:
-                seen[i, : len(row.seen)] = row.seen
-        if not self.sight.axes:
-            return {"seen": seen}
-        turns, shift = np.zeros((*size, 3), np.int32), np.zeros(size[0], np.int32)
-        for i, row in enumerate(rows):
-            turns[i, : len(row.tokens)] = row.request.turned(row.start, row.end)
-            shift[i] = row.request.shift
-        return {"seen": seen, "turns": turns, "shift": shift}
-
-    def look(self, look: Look, size: int) -> tuple[dict[str, np.ndarray], np.int32, np.ndarray]:
-        """What an encoder's program of so many patches reads of an image."""
-        places, count = np.full(size // self.sight.merged, -1, np.int32), look.picture.patches
-        places[: len(look.places)] = look.places
-        rest = {name: [(0, size - count)] + [(0, 0)] * (a.ndim - 1) for name, a in look.picture.inputs.items()}
-        padded = {name: np.pad(a, rest[name]) for name, a in look.picture.inputs.items()}
-        return padded, np.int32(count), places
+        seen = image_rows(self.sight, [row for row, _, _ in rows], size, whole)
+        return ChunkRows(where, tokens, targets, *sampled, **seen)
 
     def padding(self, rows: int, first: int) -> np.ndarray:
         """int32 [rows, first + W + 1], what describes rows, all of them the slot for padding."""

@@ -24,7 +24,9 @@ def check_pictures(sight: Sight | None, pictures: Sequence[Placed], params: Samp
     most = sight.sizes[-1]
     for number, one in enumerate(pictures):
         if one.picture.patches > most:
-            raise ShardlmError(f"image {number} has {one.picture.patches} patches, and at most {most} are read; shrink it")
+            raise ShardlmError(
+                f"image {number} has {one.picture.patches} patches, and at most {most} are read; shrink it"
+            )
 
 
 def turns_of(sight: Sight | None, length: int, pictures: Sequence[Placed]) -> tuple[np.ndarray, int] | None:

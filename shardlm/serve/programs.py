@@ -53,6 +53,7 @@ class ChunkRows:
     seen      int32 [R, C], which of the state's vectors each token stands for, -1 for none; None: the model does not see
     turns     int32 [R, C, 3], where each token is on three axes, and shift int32 [R], of the tokens after them; None:
               it has one
+    until     int32 [R, C], the last position that each token sees; None: its own
     """
 
     where: jax.Array
@@ -64,6 +65,7 @@ class ChunkRows:
     seen: jax.Array | None = None
     turns: jax.Array | None = None
     shift: jax.Array | None = None
+    until: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -148,11 +150,13 @@ def chunk(
     `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole);
     `parts`: they may (Paged.parts)."""
     positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole, parts)
-    ctx = dataclasses.replace(ctx, seen=seen_by(state, rows), turns=rows.turns)
+    ctx = dataclasses.replace(ctx, seen=seen_by(state, rows), turns=rows.turns, until=rows.until)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
-    plain = dataclasses.replace(ctx, seen=None, turns=None)  # a proposer sees no images, in decoding neither
+    plain = dataclasses.replace(
+        ctx, seen=None, turns=None, until=None
+    )  # a proposer sees no images, in decoding neither
     read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, plain, rows.tokens, positions, hidden)
     drafts = also(state.drafts, read)
     return dataclasses.replace(state, pages=pages, slots=slots, drafts=drafts), *found

@@ -25,6 +25,7 @@ from shardlm.serve.eyes import Eyes, sized
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.host_copies import Bundles, PageCopies, filling, told_of_room
 from shardlm.serve.host_pages import Move
+from shardlm.serve.image_rows import look_inputs
 from shardlm.serve.inputs import Inputs, one
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.memory_copies import NO_COPIES, copier
@@ -167,7 +168,8 @@ class Runner:
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._inputs.decode_rows((), rows), np.int32(1)))
         for (kind, size), how in config.chunk_programs.items():
-            work[kind, size] = (functools.partial(chunk, **how), (self._inputs.chunk_rows((), size),))
+            example = self._inputs.chunk_rows((), size, kind == "whole")
+            work[kind, size] = (functools.partial(chunk, **how), (example,))
         return work
 
     def _edits(self) -> dict[Any, tuple[Callable, tuple]]:
@@ -264,12 +266,16 @@ class Runner:
             calls += self._decode(batch, decodes)
         for size, group in self._grouped([(n, row) for n, row in numbered if row.tokens is not None]):
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
-            begins = all(row.start == 0 for _, row in group)
-            key = "whole" if begins and ("whole", size) in self.config.chunk_programs else "chunk", size
-            made = self._run(key, self._inputs.chunk_rows(own, size))
+            key = "whole" if self._begins([row for _, row in group], size) else "chunk", size
+            made = self._run(key, self._inputs.chunk_rows(own, size, key[0] == "whole"))
             calls.append(Call(tuple(n for n, _ in group), made, chunk=True))
         self._copy(batch.saved)
         return Started(batch, tuple(calls))
+
+    def _begins(self, rows: Sequence[Row], size: tuple[int, int]) -> bool:
+        """Whether nothing is before these chunks, nor after their tokens, that these see, and a program is for that."""
+        both_ways = self.config.whole_images and any(row.seen is not None for row in rows)
+        return not both_ways and all(row.start == 0 for row in rows) and ("whole", size) in self.config.chunk_programs
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         size = next(size for size in self.config.decode_sizes if size >= len(decodes))
@@ -363,7 +369,7 @@ class Runner:
         self._copy(batch.restored)
         for look in batch.looks:
             size = self.eyes.size_of(look.picture.patches)
-            self._run(("look", size), *self._inputs.look(look, size))
+            self._run(("look", size), *look_inputs(self.eyes.sight, look, size))
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
         self._allow(masks)

@@ -277,7 +277,7 @@ class Scheduler:
     def _make_room(self, request: Request) -> bool:
         """Finds a slot and pages for a waiting request, by preempting worse priorities unless that would not do."""
         worse = [other for other in self._running if other.priority > request.priority]
-        if not self._holdings.slots_left and not worse or not self._holdings.gallery.has_room(request):
+        if (not self._holdings.slots_left and not worse) or not self._holdings.gallery.has_room(request):
             return False
         kept = len(self.pages.windows)
         if self._lacking(request) > sum(self.pages.num_held(other.id) + kept for other in worse):
