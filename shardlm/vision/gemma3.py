@@ -1,6 +1,6 @@
-"""Gemma 3's eyes (https://arxiv.org/abs/2503.19786, section 2.2): SigLIP on squares of one size, averages of neighbouring
-patches, and a norm and a product into the text's width. Its vectors take the place of embeddings after those were scaled.
-"Pan and scan", which cuts long images, is off as in transformers."""
+"""Gemma 3's eyes (https://arxiv.org/abs/2503.19786, section 2.2): SigLIP on squares of one size, averages of neighbours,
+and a norm and a product into the text's width. Its vectors take the place of embeddings after those were scaled. "Pan
+and scan", which cuts long images, is off as in transformers."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ from shardlm.models.naming import Names, Tensor
 from shardlm.models.text_parts import text_config
 from shardlm.vision.images import BILINEAR, newlines, processing
 from shardlm.vision.options import vision_options
-from shardlm.vision.siglip import Siglip, SiglipConfig
 from shardlm.vision.sight import Sight
+from shardlm.vision.siglip import Siglip, SiglipConfig
 from shardlm.vision.square_images import SquareImages
 from shardlm.vision.tower import norm_names
 from shardlm.vision.tower_weights import Tensors

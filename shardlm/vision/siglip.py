@@ -1,5 +1,5 @@
-"""SigLIP's encoder (https://arxiv.org/abs/2303.15343): patches of a square, positions that are learned, and a norm at the
-end. What projects its vectors is each family's."""
+"""SigLIP's encoder (https://arxiv.org/abs/2303.15343): patches of a square, positions that are learned, and a norm at
+the end. What projects its vectors is each family's."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -37,7 +37,7 @@ def model():
     )  # fmt: skip
     found = transformers.Gemma3ForConditionalGeneration(config).eval()
     for name, param in found.named_parameters():  # what begins at one and at zero proves nothing
-        if "vision_tower" in name and ("norm" in name or "bias" in name) or "multi_modal_projector" in name:
+        if ("vision_tower" in name and ("norm" in name or "bias" in name)) or "multi_modal_projector" in name:
             torch.nn.init.normal_(param, 0.5, 0.3)
     return found
 
