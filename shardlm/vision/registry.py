@@ -8,6 +8,7 @@ from typing import Any
 from shardlm.vision.sight import Sight
 
 FAMILIES = {
+    "gemma3": "gemma3",
     "mistral3": "pixtral",
 }
 
