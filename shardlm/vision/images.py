@@ -122,6 +122,19 @@ def token_ids(folder: pathlib.Path, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(found[name] for name in names)
 
 
+def newlines(folder: pathlib.Path) -> dict[int, int]:
+    """The tokens of so many line ends, by how many, where the folder's tokenizer.json has one for two. Raises
+    ShardlmError where it has none."""
+    read = _read(folder / "tokenizer.json")
+    vocabulary = read.get("model", {}).get("vocab", {})
+    vocabulary = vocabulary if isinstance(vocabulary, dict) else {piece[0]: id for id, piece in enumerate(vocabulary)}
+    vocabulary = vocabulary | {one["content"]: one["id"] for one in read.get("added_tokens", [])}
+    found = {many: vocabulary["\n" * many] for many in range(1, 64) if "\n" * many in vocabulary}
+    if 2 not in found:
+        raise ShardlmError(f"{folder}/tokenizer.json has no token of two line ends, which stand beside images")
+    return found
+
+
 def _read(file: pathlib.Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
