@@ -13,9 +13,10 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.serve.image_parts import SEEING
 from shardlm.serve.request import PromptTooLong
+from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 from shardlm.vision.picture import Picture, Placed, expanded
-from shardlm.vision.read import file_of, pixels_of
+from shardlm.vision.read import BadImage, file_of, pixels_of
 from shardlm.vision.sight import Sight
 
 KEPT = 2**30  # bytes of prepared images; one of a megapixel has 5 to 12 MB
@@ -30,9 +31,7 @@ class Images:
       token: the text that stands for an image in a prompt.
     """
 
-    def __init__(
-        self, sight: Sight, tokenizer: Tokenizer, limits: Mapping[str, int] | None = None, kept: int = KEPT
-    ):
+    def __init__(self, sight: Sight, tokenizer: Tokenizer, limits: Mapping[str, int] | None = None, kept: int = KEPT):
         """`limits`: limit_mm_per_prompt; without "image" in it, as many as there is room for."""
         self.sight, self._limit = sight, (limits or {}).get("image")
         self.token = tokenizer.decode([sight.token], skip_special=False)
@@ -73,8 +72,11 @@ class Images:
         there are above `most` tokens."""
         self.check_count(len(images))
         pictures, tokens = [], 0
-        for image in images:
-            pictures.append(self.prepared(image))
+        for number, image in enumerate(images, 1):
+            try:
+                pictures.append(self.prepared(image))
+            except ShardlmError as error:
+                raise BadImage(f"image {number} of {len(images)}: {error}") from None
             tokens += self.tokens(pictures[-1])
             check_tokens(tokens, len(pictures), most)
         return self.placed(ids, pictures)
@@ -130,11 +132,24 @@ def with_images(
     return ids, ()
 
 
+def check_cut(params: SamplingParams) -> None:
+    """Raises ShardlmError where a prompt with images is to be cut, which could be within one."""
+    if params.truncate_prompt_tokens is not None:
+        raise ShardlmError(
+            f"truncate_prompt_tokens={params.truncate_prompt_tokens} of a prompt with images, of which it could leave "
+            "half of one; leave it out"
+        )
+
+
+def of_engine(engine: Any, limits: Mapping[str, int] | None) -> Images | None:
+    """None: its model does not see."""
+    sight = getattr(engine, "sight", None)
+    return None if sight is None else Images(sight, engine.tokenizer, limits)
+
+
 def _digest(kind: bytes, data: Any) -> bytes:
     return hashlib.blake2b(data, digest_size=32, person=hashlib.blake2b(kind, digest_size=16).digest()).digest()
 
 
 def _size(picture: Picture) -> int:
     return sum(array.nbytes for array in picture.inputs.values())
-
-
