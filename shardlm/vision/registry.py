@@ -9,6 +9,7 @@ from shardlm.vision.sight import Sight
 
 FAMILIES = {
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "mistral3": "pixtral",
 }
 
