@@ -162,6 +162,14 @@ def _by(letters: str, x: jax.Array, module: nnx.Module, weight: str, bias: str, 
     return y + in_use(getattr(module, bias), execution) if hasattr(module, bias) else y
 
 
+def sines_of(places: Sequence[jax.Array], frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """(sines, cosines) float32 [P, 1, H / 2] of patches at these places [P], by axis; frequencies [axes, H / 2],
+    radians a step of each rotated pair."""
+    steps = zip(places, frequencies.astype(np.float32), strict=True)
+    angle = sum(place[:, None, None].astype(jnp.float32) * step for place, step in steps)
+    return jnp.sin(angle), jnp.cos(angle)
+
+
 def block_names(config: TowerConfig, path: str, prefix: str, **theirs: str) -> dict[str, Tensor]:
     """Of the blocks at `path`: what checkpoints have after `prefix`, which ends in a layer's number and a dot. `theirs`
     by our name: attention_norm, wq, wk, wv, wo, mlp_norm, gate, up and down."""
