@@ -78,7 +78,7 @@ NO_JAX_IN_SERVE = [
     "option_types.py",
     "outputs.py",
 ]
-NO_JAX_IN_VISION = ["picture.py", "sight.py", "images.py", "pixtral_images.py", "square_images.py"]
+NO_JAX_IN_VISION = ["picture.py", "sight.py", "images.py", "pixtral_images.py", "gemma4_images.py", "kimi_images.py", "square_images.py"]
 FILES = sorted((ROOT / "shardlm").rglob("*.py"))
 
 
