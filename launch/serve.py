@@ -39,6 +39,7 @@ try:
     from shardlm.serve.api.reasoning.choose import NAMES as REASONING_PARSERS
     from shardlm.serve.api.server import hold, run
     from shardlm.serve.api.settings import Settings, ToolStyle
+    from shardlm.serve.media import MediaRules
 except ModuleNotFoundError as error:
     sys.exit(f"error: serving needs {error.name}; pip install 'shardlm[serve]'")
 
@@ -102,6 +103,10 @@ OF_VLLM = {
         "it is vLLM's and decides nothing here: leave it out",
     ),
 }
+_MEDIA_DOMAINS = flags.DEFINE_list(
+    "allowed_media_domains", [], "Hosts that images are fetched from, wherever they are; by default all public ones."
+)
+_MEDIA_PATH = flags.DEFINE_string("allowed_local_media_path", "", "A folder for images by file:; by default none.")
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
 
 
@@ -115,6 +120,7 @@ def settings(sampling: Mapping[str, float] = MappingProxyType({})) -> Settings:
         max_queue=_MAX_QUEUE.value,
         request_seconds=_REQUEST_SECONDS.value,
         sampling=sampling,
+        media=MediaRules(tuple(_MEDIA_DOMAINS.value), _MEDIA_PATH.value),
     )
 
 

@@ -116,7 +116,10 @@ class ChatTemplate:
             write_atomically(pathlib.Path(folder, FOLDER, f"{TOOL_USE}.jinja"), self.tool_source.encode())
 
     def _unended(self, text: str, content: Any) -> str:
-        """`text` without what follows the last message's content, as transformers cuts it."""
+        """`text` without what follows the last message's content, of parts the last text, as transformers cuts it."""
+        if isinstance(content, list | tuple):
+            texts = [part["text"] for part in content if isinstance(part, Mapping) and "text" in part]
+            content = texts[-1] if texts else None
         words = content.strip() if isinstance(content, str) else ""
         at = text.rfind(words) if words else -1
         if at < 0:

@@ -52,7 +52,7 @@ class Paged:
     [B]: which of several each row has (layers/lora.py); None where the model has not several. slot int32 [B]: where
     layers without pages remember each row's text; None where the model has none. `rows`: how these take tokens in
     (ops/delta_rows.py). sure int32 [B]: where in each row's text the tokens begin that may turn out wrong; None: with
-    the row. until int32 [B, T]: the last position that each token sees, after its own inside of an image; None: its own.
+    the row. until int32 [B, T]: the last position that each token sees, inside of an image one after it; None: its own.
     """
 
     absorbs: ClassVar[bool] = True

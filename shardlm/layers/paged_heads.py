@@ -40,7 +40,7 @@ class OnDevice:
 
     def __call__(self, q, new, pages: Pages, page_table, positions, valid, place, part, sinks, selection, until):
         """q [B, T, N, H] and `new` [B, T, K, H] by name, or q with these in it before their rotation and none in `new`,
-        of the layer at this place and part of the pools; `until` as Paged has it. Returns (out [B, T, N, Hv], pages)."""
+        of the layer at this place and part of the pools; `until`: Paged's. Returns (out [B, T, N, Hv], pages)."""
         shapes, parts = {name: a.shape for name, a in pages.items()}, 1
         if self.kv_heads:
             parts = parts_of_page(pages["k"], self.orders["k"], self.kv_heads, q.shape[3])

@@ -194,8 +194,8 @@ def rope_of(options: Options, head_dim: int, group: str = "", length: int = 0, p
 
 
 def axes_of(scaling: Mapping[str, Any], pairs: int) -> tuple[int, ...]:
-    """Which of the axes time, row and column turns each pair of a head: those of one axis after the other (Qwen2-VL), or
-    in turn, and what the last two leave is of the first (Qwen3-VL); () where there is one."""
+    """Which of the axes time, row and column turns each pair of a head: first all of one axis (Qwen2-VL), or in turn,
+    and what the last two leave is of the first (Qwen3-VL); () where there is one."""
     section = tuple(scaling.get("mrope_section") or ())
     if not section or not scaling.get("mrope_interleaved"):
         return tuple(axis for axis, count in enumerate(section) for _ in range(count))

@@ -107,8 +107,8 @@ def alone(config: Config) -> Config:
 
 
 def _of_axes(kind: str, rope: Config) -> Config:
-    """Rotations of several axes (https://arxiv.org/abs/2409.12191, section 2.1), which without pictures, where positions
-    are the same on all of them, are the usual one."""
+    """Rotations of several axes (https://arxiv.org/abs/2409.12191, section 2.1). Without pictures positions are equal
+    on all of them, and they are the usual ones."""
     found = dict(rope) | {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
     if kind in IN_TURN:  # always, said or not
         found |= {"mrope_interleaved": True, "mrope_section": rope.get("mrope_section", IN_TURN[kind])}

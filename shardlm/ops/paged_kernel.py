@@ -174,7 +174,7 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
 
 def _scores(products, of_keys, whole, places, index, rule: Rule):
     """(scores [block_rows, block_keys], -inf of what a query does not see, and by what they are to be multiplied to be
-    exponents of two). `places`: of queries, and of the last that each sees. Where all rows see the `whole` block nothing
+    exponents of two). `places`: of queries, and the last that each sees. Where all rows see the `whole` block nothing
     is compared; None: always.
 
     That this is a branch matters beyond what it saves: Triton gives a product whose numbers reach another product to

@@ -3,7 +3,6 @@ of one event loop."""
 
 import asyncio
 import copy
-import dataclasses
 import functools
 import logging
 import numbers
@@ -25,6 +24,7 @@ from shardlm.serve.adapter_table import Adapter, LoRARequest
 from shardlm.serve.build import build, facts_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.facts import ModelFacts
+from shardlm.serve.images import check_cut, images_of, of_engine, with_images
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.option_types import check_model
@@ -34,7 +34,9 @@ from shardlm.serve.pooling import Pooling
 from shardlm.serve.prompts import Prompt, check_length, check_salt, read, salt_of
 from shardlm.serve.request import check_room
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.streams import Command, Stream
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.picture import Placed
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class AsyncLLM:
 
     Attributes:
       model_name, max_model_len, tokenizer, stop_ids, template (None without one), pooling: of what is served.
+      images: how it reads some; None: it does not see.
       ready: whether requests are taken.
     """
 
@@ -68,9 +71,17 @@ class AsyncLLM:
         config = config_of(sizes, mesh, options)
         template = ChatTemplate.find(describe(model).folder)  # refused before minutes go into weights and programs
         engine, _ = build(model, config)
-        return cls(engine, model_name=str(model), template=template)
+        limits = options.get("limit_mm_per_prompt")
+        return cls(engine, model_name=str(model), template=template, limit_mm_per_prompt=limits)
 
-    def __init__(self, engine: Engine, *, model_name: str, template: ChatTemplate | None):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_name: str,
+        template: ChatTemplate | None,
+        limit_mm_per_prompt: Mapping[str, int] | None = None,
+    ):
         """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
         self._engine = engine
         engine.keep_pace()
@@ -79,8 +90,9 @@ class AsyncLLM:
         self.pooling: Pooling = engine.pooling
         self.tokenizer: Tokenizer = engine.tokenizer
         self.stop_ids = engine.stop_ids
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self.images = of_engine(engine, limit_mm_per_prompt)
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
         self._long_texts = LongTexts()
         self._dead: BaseException | None = None
         self._closed = False  # by shutdown
@@ -118,15 +130,17 @@ class AsyncLLM:
         _check("salt", salt, str, "a text")
         salt = check_salt(salt) or salt_of(prompt)
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
+        tokens, pictures = await self._see(tokens, images_of(prompt), params)
         if params.truncate_prompt_tokens is None:  # the engine's thread would look at each token first
             check_room(len(tokens), params.max_tokens, self.max_model_len)
         form = None
         # A large grammar takes a second: not on the engine's thread.
         if params.structured_outputs or params.thinking_token_budget is not None:
             form = await asyncio.to_thread(self._engine.compile_form, params)
-        stream = _Stream(asyncio.get_running_loop())
+        stream = Stream(asyncio.get_running_loop())
         adapter = await self._adapter_of(lora_request)
         options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt, "adapter": adapter}
+        options |= {"pictures": pictures} if pictures else {}
         self._do(lambda: self._add(request_id, tokens, params, options, stream), stream)
         finished = False
         try:
@@ -214,7 +228,7 @@ class AsyncLLM:
         """What it gives on the engine's thread. Raises ShardlmError as it does, and EngineError where it breaks or the
         engine died."""
         self.check_health()
-        done, found = _Stream(asyncio.get_running_loop()), []
+        done, found = Stream(asyncio.get_running_loop()), []
 
         def run() -> None:
             try:
@@ -256,12 +270,23 @@ class AsyncLLM:
             return await self._long_texts.run(len(text) * truncates, read, prompt, self.tokenizer)
         return read(prompt, self.tokenizer)
 
-    def _do(self, command: Callable[[], None], stream: "_Stream | None" = None) -> None:
+    async def _see(
+        self, tokens: Sequence[int], given: Sequence[Any], params: SamplingParams
+    ) -> tuple[Sequence[int], Sequence[Placed]]:
+        """With the images of a prompt, which are prepared beside the event loop."""
+        if not given:
+            return with_images(self.images, tokens, given, self.max_model_len)
+        check_cut(params)
+        read = functools.partial(with_images, self.images, tokens, given, self.max_model_len)
+        threads = self.images.threads if self.images else None
+        return await asyncio.get_running_loop().run_in_executor(threads, read)
+
+    def _do(self, command: Callable[[], None], stream: Stream | None = None) -> None:
         """Has the engine's thread run it. `stream` hears of it where that ends before, or has ended."""
         with self._asking:
             if not self._over:
                 self._idle.clear()
-                self._commands.put(_Command(command, stream))
+                self._commands.put(Command(command, stream))
                 return
         if stream is not None:
             stream.put(self._end())
@@ -286,7 +311,7 @@ class AsyncLLM:
         self._streams.clear()
         self._idle.set()
 
-    def _unheard(self) -> "list[_Stream]":
+    def _unheard(self) -> list[Stream]:
         """Who waits for a command that nobody will run."""
         found = []
         while not self._commands.empty():
@@ -310,7 +335,7 @@ class AsyncLLM:
                 return False
             command.run()
 
-    def _add(self, id: str, tokens, params: SamplingParams, options: dict[str, Any], stream: "_Stream") -> None:
+    def _add(self, id: str, tokens, params: SamplingParams, options: dict[str, Any], stream: Stream) -> None:
         try:
             self._engine.add(id, tokens, params, **options)
         except Exception as error:  # this request's own, the others go on
@@ -318,7 +343,7 @@ class AsyncLLM:
             return
         self._streams[id] = stream
 
-    def _leave(self, id: str, stream: "_Stream") -> None:
+    def _leave(self, id: str, stream: Stream) -> None:
         """Its client has gone; where another client's request has the name, that one goes on."""
         if self._streams.get(id) is stream:
             self._abort(id)
@@ -350,37 +375,3 @@ def _copied(output: RequestOutput) -> RequestOutput:
         one.token_ids = list(one.token_ids)
         one.logprobs = None if one.logprobs is None else list(one.logprobs)
     return own
-
-
-@dataclasses.dataclass(frozen=True)
-class _Command:
-    """What the engine's thread is to run, and who waits for it."""
-
-    run: Callable[[], None]
-    stream: "_Stream | None"
-
-
-class _Stream:
-    """Outputs of one request from the engine's thread to its coroutine; what was not read yet is replaced. None:
-    what was asked for is done."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop, self._new = loop, asyncio.Event()
-        self._latest: RequestOutput | Exception | None = None
-
-    def put(self, item: RequestOutput | Exception | None) -> bool:
-        """From the engine's thread. Whether anybody can read it: an event loop may be closed at any time."""
-        self._latest = item
-        try:
-            self._loop.call_soon_threadsafe(self._new.set)
-        except RuntimeError:
-            return False
-        return True
-
-    async def next(self) -> RequestOutput | None:
-        """The newest output. Raises what came instead of one."""
-        await self._new.wait()
-        self._new.clear()
-        if isinstance(self._latest, Exception):
-            raise self._latest
-        return self._latest

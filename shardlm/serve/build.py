@@ -31,7 +31,7 @@ from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.entries import fitted
-from shardlm.serve.eyes import Eyes, open_eyes, sight_for
+from shardlm.serve.eyes import Eyes
 from shardlm.serve.facts import ModelFacts
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.followers import refuse_second
@@ -40,6 +40,7 @@ from shardlm.serve.host_pages import BUNDLE
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
 from shardlm.serve.memories import refuse
+from shardlm.serve.open_eyes import open_eyes, sight_for
 from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.prefill import choose
@@ -161,7 +162,7 @@ def assemble(
     few_bits = few_bits_of(model.config, model.execution.weights, model.execution.few_bits)
     sizes = dataclasses.replace(sizes, few_bits=few_bits)
     if eyes:
-        eyes, sizes = eyes.fitted(sizes, config)
+        eyes, sizes = eyes.fitted(sizes, config.drafts)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
     proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
     runners: list[Runner] = []

@@ -97,7 +97,7 @@ class Engine:
         pictures: Sequence[Placed] = (),
     ) -> None:
         """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `form`:
-        that of `params`, where it was compiled before; `adapter`: the name of one that is loaded; `pictures`: those that
+        that of `params`, where it was compiled before; `adapter`: the name of one that is loaded; `pictures`: what some
         tokens of the prompt stand for. Raises ShardlmError for what cannot be served; nothing is added then. Raises
         EngineError where the engine ended."""
         if self.ended is not None:

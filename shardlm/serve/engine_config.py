@@ -52,8 +52,8 @@ class EngineConfig:
     max_loras               at once, at least as many as lora_modules
     max_lora_rank           of each; None: the largest of lora_modules, at least 16
     lora_modules            adapters that are loaded at first, by name: folders of PEFT or runs with lora.rank
-    limit_mm_per_prompt     images that a prompt may have, {"image": n}; None: as many as max_model_len has room for; with 0
-                            the encoder of a model that sees is left in its files
+    limit_mm_per_prompt     images that a prompt may have, {"image": n}; None: as many as max_model_len has room for; 0:
+                            the encoder of a model that sees is not loaded
     """
 
     mesh: MeshSpec = MeshSpec()

@@ -45,7 +45,7 @@ class Gallery:
         if not pictures:
             return
         self._held[request.id] = tuple(pictures)
-        self._readers.update(pictures)
+        self._readers.update(tuple(pictures))
         for digest, picture in pictures.items():
             if digest in self._places:
                 self._places.move_to_end(digest)

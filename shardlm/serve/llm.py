@@ -24,7 +24,10 @@ from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams,
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
+from shardlm.serve.image_parts import BadMessage, Sent, images_in
+from shardlm.serve.images import check_cut, images_of, of_engine, with_images
 from shardlm.serve.live_weights import new_draft, new_weights
+from shardlm.serve.media import MediaRules, file_here
 from shardlm.serve.messages import plain_text, rendered
 from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
@@ -34,6 +37,7 @@ from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.picture import Placed
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -52,6 +56,8 @@ class LLM:
         mesh: MeshSpec | None = None,
         seed: int | None = None,
         reasoning_parser: str = "auto",
+        allowed_media_domains: Sequence[str] | None = None,
+        allowed_local_media_path: str | os.PathLike = "",
         **options,
     ):
         """Loads a Hugging Face folder, a file of llama.cpp, adapters or a run, and compiles its programs.
@@ -59,6 +65,7 @@ class LLM:
         Args:
           seed: of all replies whose own parameters have none, in the order in which they are asked for.
           reasoning_parser: how replies mark their thoughts, for thinking_token_budget, as of launch.serve.
+          allowed_media_domains, allowed_local_media_path: where `chat` takes images from (media.py).
           options: fields of EngineConfig (build.py): max_model_len, block_size, quantization, ...
 
         Raises: ShardlmError for what does not fit or is not there.
@@ -67,12 +74,14 @@ class LLM:
         check_seed(seed)
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
+        self._media = MediaRules(tuple(allowed_media_domains or ()), os.fspath(allowed_local_media_path or ""))
         # What can be refused of texts is, before minutes go into weights and programs.
         self.folder = describe(model).folder
         self.tokenizer = Tokenizer.load(self.folder)
         self._usual = recommended(read_generation(self.folder))
         self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
         self.engine, _ = build(model, config)
+        self._images = of_engine(self.engine, options.get("limit_mm_per_prompt"))
         self._ids = itertools.count()
         self._turn = threading.Lock()
         self._interrupted = False
@@ -97,12 +106,13 @@ class LLM:
         every = prompt_forms.several(prompts)
         texts = [prompt_forms.read(one, self.tokenizer) for one in every]
         salts = [prompt_forms.salt_of(one) for one in every]
+        images = [images_of(one) for one in every]
 
         def of_text(prompt: int) -> Thoughts:
             ids, text = texts[prompt]
             return self._reasoning.of_text(self.tokenizer.decode(ids, skip_special=False) if text is None else text)
 
-        return self._run(texts, sampling_params, use_tqdm, of_text, lora_request, priority, _embed, salts)
+        return self._run(texts, sampling_params, use_tqdm, of_text, lora_request, priority, _embed, salts, images)
 
     def chat(
         self,
@@ -124,6 +134,7 @@ class LLM:
         refuse("LLM.chat", others, ("messages", "chat_template", "tools", "chat_template_kwargs"), CALLS)
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        form["token"] = self._images.token if self._images else ""
         write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)
         chats = prompt_forms.conversations(messages)
         texts = [write(one) for one in chats]
@@ -134,7 +145,15 @@ class LLM:
             return self._reasoning.of(texts[prompt], begun, ()).thoughts
 
         encoded = [(self.tokenizer.encode(text), text) for text in texts]
-        return self._run(encoded, sampling_params, use_tqdm, of_chat, lora_request)
+        images = [[self._image(sent) for sent in images_in(one)] for one in chats]
+        return self._run(encoded, sampling_params, use_tqdm, of_chat, lora_request, images=images)
+
+    def _image(self, sent: Sent) -> Any:
+        """With its file where it has an address. Raises BadMessage for one that cannot be had."""
+        try:
+            return file_here(sent.value, self._media) if isinstance(sent.value, str) else sent.value
+        except ShardlmError as error:
+            raise BadMessage(f"{sent.param}: {error}", sent.param) from None
 
     def beam_search(
         self,
@@ -154,6 +173,8 @@ class LLM:
         each = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(every)
         if len(each) != len(every):
             raise ShardlmError(f"{len(every)} prompts and {len(each)} in lora_request; give one, or one for each")
+        if any(map(images_of, every)):
+            raise ShardlmError("LLM.beam_search reads text; LLM.generate takes prompts with images")
         texts = [prompt_forms.read(one, self.tokenizer)[0] for one in every]
         sizes = (params, self.engine.stop_ids, self.engine.max_model_len)
         searches = [Beams(ids, *sizes, lora_request=one) for ids, one in zip(texts, each, strict=True)]
@@ -255,9 +276,11 @@ class LLM:
         priority: Sequence[int] | None = None,
         embed: bool = False,
         salts: Sequence[str] = (),
+        images: Sequence[Sequence[Any]] = (),
     ) -> list[RequestOutput]:
-        """`thoughts`: of the replies to a prompt, by its number."""
+        """`thoughts`: of the replies to a prompt, by its number. `images`: of each prompt."""
         turns = prompt_forms.priorities_of(priority, len(texts))
+        seen = self._seen([ids for ids, _ in texts], images or [()] * len(texts))
         ids = [f"request-{next(self._ids)}" for _ in texts]
         with self._in_turn():
             usual = self.get_default_sampling_params()
@@ -267,8 +290,11 @@ class LLM:
             ]
             adapters = names_of(self.engine, lora_request, len(ids))
             try:
-                for i, ((tokens, text), own) in enumerate(zip(texts, each, strict=True)):
+                for i, ((_, text), (tokens, pictures), own) in enumerate(zip(texts, seen, each, strict=True)):
                     options = {"text": text, "priority": turns[i], "salt": salts[i] if salts else ""}
+                    if pictures:
+                        check_cut(own)
+                        options["pictures"] = pictures
                     self.engine.add(ids[i], tokens, own, adapter=adapters[i], embed=embed, **options)
                 done: dict[str, RequestOutput] = {}
                 with count_bar("prompts", len(ids), shown) as tell:
@@ -280,6 +306,13 @@ class LLM:
                     self.engine.abort(id)
                 raise
         return [done[id] for id in ids]
+
+    def _seen(
+        self, ids: Sequence[Sequence[int]], images: Sequence[Sequence[Any]]
+    ) -> list[tuple[Sequence[int], Sequence[Placed]]]:
+        """Of each prompt the tokens with those of its images, and where they are. Raises ShardlmError."""
+        read = functools.partial(with_images, self._images, most=self.engine.max_model_len)
+        return list((self._images.threads.map if self._images else map)(read, ids, images))
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:

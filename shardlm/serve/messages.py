@@ -1,5 +1,5 @@
-"""Messages as clients send them to messages as chat templates read them: contents as plain texts, calls as objects. No
-jax."""
+"""Messages as clients send them to messages as chat templates read them: contents as plain texts, or with images as
+parts, calls as objects. No jax."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,12 @@ from typing import Any
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
-from shardlm.serve import past_calls
+from shardlm.serve import image_places, past_calls
+from shardlm.serve.image_parts import SEEING, BadMessage, has_images, is_image
 
 Message = Mapping[str, Any]
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type of part -> field
 _TAKEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "self"}
-
-
-class BadMessage(ShardlmError):
-    """`param`: which part of the messages is wrong."""
-
-    def __init__(self, message: str, param: str):
-        super().__init__(message)
-        self.param = param
 
 
 def rendered(
@@ -30,8 +23,10 @@ def rendered(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     options: Mapping[str, Any] | None = None,
+    token: str = "",
 ) -> str:
-    """The text that the model is given. `options` are the template's own. Raises BadMessage, ShardlmError."""
+    """The text that the model is given. `options` are the template's own. `token`: what stands for an image in the
+    text; "": the model does not see. Raises BadMessage, ShardlmError."""
     options = dict(options or {})
     if taken := options.keys() & _TAKEN:
         message = f"chat_template_kwargs has {min(taken)}, which means something else here; leave it out"
@@ -40,29 +35,66 @@ def rendered(
         message = "continue_final_message=True goes on with the last message, and add_generation_prompt begins another"
         raise BadMessage(f"{message}; choose one", "continue_final_message")
     developer = "developer" in template.source
-    plain = [_message(one, f"messages[{i}]", developer) for i, one in enumerate(messages)]
+    plain = [_message(one, f"messages[{i}]", developer, token) for i, one in enumerate(messages)]
     form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    images = sum(is_image(part) for one in plain if has_images(one) for part in one["content"])
     wrong = None
-    for one in past_calls.forms(past_calls.named(plain, template.source)):
-        try:
-            return template.render(one, tools or None, **form, **options)
-        except ShardlmError as error:
-            wrong = wrong or error  # of the usual form, about which the others say less
+    for shape in image_places.forms(template, plain, token) if token else [plain]:
+        for one in past_calls.forms(past_calls.named(shape, template.source)):
+            try:
+                text = template.render(one, tools or None, **form, **options)
+            except ShardlmError as error:
+                wrong = wrong or error  # of the usual form, about which the others say less
+                continue
+            if not token or (places := text.count(token)) == images:
+                return text
+            wrong = wrong or _wrong_places(template, places, images, token)
     raise wrong
 
 
-def _message(message: Message, param: str, developer: bool) -> dict[str, Any]:
+def _wrong_places(template: ChatTemplate, places: int, images: int, token: str) -> BadMessage:
+    message = f"{template.where} writes places for {places} images ({token}), and the messages have {images}"
+    return BadMessage(f"{message}; send images as parts of what the user says", "messages")
+
+
+def _message(message: Message, param: str, developer: bool, token: str) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or not role:
         raise BadMessage(f"{param}.role={role!r} must be a text, such as user", f"{param}.role")
     if role == "developer" and not developer:
         role = "system"  # its older name, which templates know
-    known = {**message, "role": role, "content": plain_text(message.get("content"), f"{param}.content")}
+    known = {**message, "role": role, "content": _content(message, f"{param}.content", token)}
     if calls := message.get("tool_calls"):
         known["tool_calls"] = _calls(calls, f"{param}.tool_calls")
     elif known["content"] is None:
         known["content"] = ""  # as of a reply that was all thought: clients send it back, and templates want a text
     return known
+
+
+def _content(message: Message, param: str, token: str) -> str | list[dict[str, str]] | None:
+    """A text or, with images that the model sees, a list of parts. Raises BadMessage for other parts, and for texts
+    with `token`, which would take the place of an image."""
+    content = message.get("content")
+    if not (token and has_images(message)):
+        read = plain_text(content, param)
+        _check_words(read or "", param, token)
+        return read
+    parts = []
+    for i, part in enumerate(content):
+        if is_image(part):
+            parts.append(dict(image_places.IMAGE))
+            continue
+        if (text := _text_of(part)) is None:
+            message = f"{param}[{i}] is of type {_kind(part)!r}; this model reads text and images"
+            raise BadMessage(message, f"{param}[{i}]")
+        _check_words(text, f"{param}[{i}]", token)
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _check_words(text: str, param: str, token: str) -> None:
+    if token and token in text:
+        raise BadMessage(f"{param} has {token!r}, which stands for an image; write it in another way", param)
 
 
 def plain_text(content: Any, param: str) -> str | None:
@@ -73,12 +105,23 @@ def plain_text(content: Any, param: str) -> str | None:
         raise BadMessage(f"{param} is a {type(content).__name__}; it is a text or a list of parts", param)
     texts = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get(_TEXTS[kind]) if isinstance(part, Mapping) and kind in _TEXTS else None
-        if not isinstance(text, str):
-            raise BadMessage(f"{param}[{i}] is of type {kind!r}; this model reads text", f"{param}[{i}]")
+        if (text := _text_of(part)) is None:
+            hint = f": {SEEING}" if is_image(part) else ""
+            message = f"{param}[{i}] is of type {_kind(part)!r}; this model reads text{hint}"
+            raise BadMessage(message, f"{param}[{i}]")
         texts.append(text)
     return "\n".join(texts)
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else type(part).__name__
+
+
+def _text_of(part: Any) -> str | None:
+    """None: it is no text."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    return text if isinstance(text, str) else None
 
 
 def _calls(calls: Any, param: str) -> list[dict[str, Any]]:

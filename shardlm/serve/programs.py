@@ -50,7 +50,7 @@ class ChunkRows:
     tokens    int32 [R, C]
     targets   int32 [R, C], the token that follows each, where scores are wanted
     settings, edits, told  of the row's request, which its slot takes over (state.py)
-    seen      int32 [R, C], which of the state's vectors each token stands for, -1 for none; None: the model does not see
+    seen      int32 [R, C], which of the state's vectors each token stands for, -1: none; None: the model does not see
     turns     int32 [R, C, 3], where each token is on three axes, and shift int32 [R], of the tokens after them; None:
               it has one
     until     int32 [R, C], the last position that each token sees; None: its own

@@ -1,5 +1,5 @@
-"""Prompts as users of vLLM write them: a text, token ids, or a mapping that names which of the two it is; one or many.
-No jax."""
+"""Prompts as users of vLLM write them: a text, token ids, or a mapping that names which of the two it is, with images
+too (images.py); one or many. No jax."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | Non
     text, ids = prompt if isinstance(prompt, str) else None, prompt
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+        if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}:
             raise ShardlmError(f"a prompt has {min(map(str, unknown))!r}; it has prompt or prompt_token_ids")
         if not isinstance(text, str | None) or (text is None and ids is None):
             raise _wrong(prompt)

@@ -72,7 +72,7 @@ class Request:
     ):
         """`eos_ids` end the reply unless `params.ignore_eos`. A lower `priority` runs earlier. Only requests of equal
         `salt` share pages. `adapter`: its number (adapters.py). With `lockstep` the host sees each token before the
-        next is sampled, unless it sets `bound`. `pictures`: those in the prompt; `turns`: where the tokens of the prompt
+        next is sampled, unless it sets `bound`. `pictures`: those in the prompt; `turns`: where tokens of the prompt
         are on three axes, int32 [prompt, 3], and how far from its place the first after it is, where models rotate by
         these. Raises ShardlmError for an empty prompt."""
         if not len(prompt):

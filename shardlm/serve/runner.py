@@ -55,8 +55,8 @@ class Runner:
         eyes: Eyes | None = None,
     ):
         """`compile` comes next. With a proposer, decoding verifies its drafts; None for its parameters are the model's
-        own. `like`: a runner of the same model on other devices, whose programs are traced for both. `eyes`: the encoder
-        of a model that sees."""
+        own. `like`: a runner of the same model on other devices, whose programs are traced for both. `eyes`: the
+        encoder of a model that sees."""
         self.model, self._parts, self.mesh, self.config = model, [params], mesh, config
         self.proposer, self.proposer_params, self.eyes = proposer, proposer_params, eyes
         self._inputs = Inputs(config, model.config.vocab_size, proposer is not None, eyes and eyes.sight)

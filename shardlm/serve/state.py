@@ -46,8 +46,8 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ServeState:
-    """Donated to every program. `drafts` is what a proposer of drafts keeps (speculation/); vectors [places, (1 + deep) *
-    D], of the images of prompts that are being read (gallery.py), None where the model does not see."""
+    """Donated to every program. `drafts` is what a proposer of drafts keeps (speculation/); vectors [places, (1 + deep)
+    * D], of the images of prompts that are being read (gallery.py), None where the model does not see."""
 
     pages: Pages
     slots: Slots

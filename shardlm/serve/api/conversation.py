@@ -8,18 +8,25 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.service import Service
+from shardlm.serve.image_parts import has_images
 from shardlm.serve.messages import BadMessage, Message, plain_text, rendered
 from shardlm.serve.prompts import check_length
 
 _LATER = "what is said later"
 
 
-async def prompt(llm, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **form: Any) -> str:
-    """The text that the model is given; `form` as of `rendered`. Raises ApiError for what is refused."""
+async def prompt(
+    llm, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, sees: bool = False, **form: Any
+) -> str:
+    """The text that the model is given; `form` as of `rendered`. `sees`: with places for its images, where the model
+    reads some. Raises ApiError for what is refused."""
     if llm.template is None:
         raise ApiError("this model has no chat template; it continues plain text at /v1/completions", param="messages")
     if not messages:
         raise ApiError("messages is empty; give at least one, such as one from the user", param="messages")
+    if llm.images and not sees and any(map(has_images, messages)):
+        raise ApiError("messages has images, which are read in chats alone; leave them out here", param="messages")
+    form["token"] = llm.images.token if llm.images and sees else ""
     try:
         # Long conversations take a while: the event loop stays free for the streams.
         return await asyncio.to_thread(rendered, llm.template, messages, tools, **form)

@@ -19,6 +19,7 @@ from shardlm.serve.api.settings import Settings
 from shardlm.serve.beam_search import BeamSearchParams
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.outputs import RequestOutput
+from shardlm.serve.prompts import Prompt
 from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
 
@@ -101,7 +102,7 @@ class Call:
 
     async def replies(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         priority: int = 0,
         salt: str = "",
@@ -126,7 +127,7 @@ class Call:
     def _forget(self, waiting: set[int]) -> None:
         self.service.unanswered -= len(waiting)
 
-    async def _bounded(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
+    async def _bounded(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         """With what a budget of thoughts must know of the prompt, where a chat has not said so."""
         if params.thinking_token_budget is None or params.thoughts:
             return params
@@ -139,7 +140,7 @@ class Call:
     async def _one(
         self,
         i: int,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         beams: BeamSearchParams | None,
         options: dict[str, Any],

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.media import MediaRules
 
 ToolStyle = Literal[
     "auto", "hermes", "llama", "qwen3_coder", "glm45", "minimax_m2", "mistral", "deepseek_v3", "kimi_k2", "lfm2"
@@ -44,6 +45,7 @@ class Settings(HttpSettings):
     max_replies      prompts times n, of one request
     request_seconds  a request is ended after so long; None: never
     sampling         fields of SamplingParams, for requests that leave them open (serve/defaults.py)
+    media            where images may come from that are sent by their address
     """
 
     model_names: tuple[str, ...] = ()
@@ -53,6 +55,7 @@ class Settings(HttpSettings):
     max_replies: int = 1024
     request_seconds: float | None = None
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    media: MediaRules = MediaRules()
 
     def __post_init__(self):
         super().__post_init__()

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from shardlm.serve.api import conversation
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.images import pictures_of
 from shardlm.serve.api.progress import Progress
 from shardlm.serve.api.protocol import ChatRequest
 from shardlm.serve.api.reasoning.choose import HARMONY, Reasoning, Thinking, bounded
@@ -130,8 +131,12 @@ async def begin(
         params = _with_thoughts(params, thinking, service.reasoning)
     tokens = await _encoded(call, request, text, params.truncate_prompt_tokens is not None)
     beams = beam_params(request, params)
-    whole = [*before, *tokens]
-    replies = await call.replies([whole], params, request.priority or 0, request.cache_salt or "", beams)
+    prompt: list[int] | dict = [*before, *tokens]
+    if pictures := await pictures_of(call, request.messages):
+        if beams:
+            raise ApiError("use_beam_search is of texts alone; leave it out, or the images", param="use_beam_search")
+        prompt = {"prompt_token_ids": prompt, "multi_modal_data": {"image": pictures}}
+    replies = await call.replies([prompt], params, request.priority or 0, request.cache_salt or "", beams)
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
     return asked, (output async for _, output in replies)
@@ -140,7 +145,9 @@ async def begin(
 async def prompt_length(call: Call, request: ChatRequest, any_length: bool = False) -> int:
     """Tokens of a request's prompt. Raises ApiError, and unless it is to be counted at `any_length` PromptTooLong where
     it is too long for sure."""
-    return len(await _encoded(call, request, await _text(call, request, _tools(call, request)), any_length))
+    tokens = await _encoded(call, request, await _text(call, request, _tools(call, request)), any_length)
+    images, pictures = call.service.llm.images, await pictures_of(call, request.messages)
+    return len(images.placed(tokens, pictures)[0] if pictures else tokens)
 
 
 def _tools(call: Call, request: ChatRequest) -> Tools:
@@ -155,7 +162,8 @@ def _tools(call: Call, request: ChatRequest) -> Tools:
 
 async def _text(call: Call, request: ChatRequest, tools: Tools) -> str:
     form = conversation.form_of(request)
-    return await conversation.prompt(call.service.llm, request.messages, tools.shown, options=_options(request), **form)
+    form |= {"options": _options(request), "sees": True}
+    return await conversation.prompt(call.service.llm, request.messages, tools.shown, **form)
 
 
 async def _encoded(call: Call, request: ChatRequest, text: str, truncates: bool) -> list[int]:

@@ -12,6 +12,7 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.facts import ModelFacts
+from shardlm.serve.images import Images, images_of, with_images
 from shardlm.serve.outputs import (
     CompletionOutput,
     EngineError,
@@ -50,6 +51,7 @@ class FakeLLM:
     template_name: str = "qwen25"
     facts: ModelFacts = ModelFacts("qwen2", 494_032_768, 988_065_536, "BF16", "safetensors", True, 896, 24, 151_936)
     pooling: Pooling = Pooling(4)
+    images: Images | None = None
 
     def __post_init__(self):
         self.tokenizer = tokenizer()
@@ -57,6 +59,7 @@ class FakeLLM:
         self.template = ChatTemplate(source) if source else None
         self.seen = []  # (prompt as text, params, priority) of each request
         self.salts, self.adapted = [], []
+        self.pictures = []  # Placed, of each request
         self.pooled = []  # (text, priority, salt) of each prompt that is read for its own sake
         self.running = set()
         self.aborted = []
@@ -67,7 +70,11 @@ class FakeLLM:
         self._forms = FormCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
 
     async def generate(self, prompt, params, *, request_id, priority=0, salt="", lora_request=None):
+        given = images_of(prompt)
+        prompt = prompt["prompt_token_ids"] if given else prompt
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids, pictures = with_images(self.images, ids, given, self.max_model_len)
+        self.pictures.append(pictures)
         kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]
         self._check(kept, params)
         text = self.tokenizer.decode(kept, skip_special=False)

@@ -1,0 +1,53 @@
+"""Images of a request: from their addresses, or the request itself, to what the model's encoder reads."""
+
+import asyncio
+from collections.abc import Sequence
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.service import Call
+from shardlm.serve.image_parts import BadMessage, Sent, images_in
+from shardlm.serve.images import Images, check_tokens
+from shardlm.serve.media import file_at
+from shardlm.serve.messages import Message
+from shardlm.vision.picture import Picture
+
+AT_ONCE = 8  # images of a request that are fetched; then it is seen whether there is room for more
+
+
+async def pictures_of(call: Call, messages: Sequence[Message]) -> list[Picture]:
+    """Those of a conversation that was rendered, in their order, prepared beside the event loop. Raises ApiError for
+    what is no image or cannot be had, and PromptTooLong where they alone are too many."""
+    try:
+        sent = images_in(messages)
+    except BadMessage as error:
+        raise ApiError(str(error), param=error.param) from None
+    if not sent:
+        return []
+    llm, found, tokens = call.service.llm, [], 0
+    llm.images.check_count(len(sent))
+    for start in range(0, len(sent), AT_ONCE):
+        found += await _together(call, llm.images, sent[start : start + AT_ONCE])
+        tokens += sum(map(llm.images.tokens, found[start:]))
+        check_tokens(tokens, len(found), llm.max_model_len)
+    return found
+
+
+async def _together(call: Call, images: Images, sent: Sequence[Sent]) -> list[Picture]:
+    tasks = [asyncio.ensure_future(_picture(call, images, one)) for one in sent]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _picture(call: Call, images: Images, sent: Sent) -> Picture:
+    try:
+        if not isinstance(sent.value, str):
+            raise BadMessage(f"an image is a {type(sent.value).__name__}; it is an address", sent.param)
+        inside = sent.value[:5].lower() == "data:"
+        image = sent.value if inside else await file_at(sent.value, call.service.settings.media)
+        return await asyncio.get_running_loop().run_in_executor(images.threads, images.prepared, image)
+    except ShardlmError as error:
+        raise ApiError(f"{sent.param}: {error}", param=sent.param) from None

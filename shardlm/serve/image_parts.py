@@ -1,0 +1,66 @@
+"""Images in the contents of messages: which parts are some, and what they hold. No jax."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlm.errors import ShardlmError
+
+# Types of parts: OpenAI's chats, its responses, transformers', vLLM's for images in memory.
+KINDS = ("image_url", "input_image", "image", "image_pil")
+SEEING = (
+    "images are read by checkpoints with an encoder for them, such as those of Qwen3-VL, Gemma 3 and Mistral Small 3"
+)
+
+
+class BadMessage(ShardlmError):
+    """`param`: which part of the messages is wrong."""
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """An image as it was sent. value: an address (https:, file:, data:), a file's bytes, a PIL.Image or an array.
+    param: where it stands in the messages."""
+
+    value: Any
+    param: str
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in KINDS
+
+
+def has_images(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return isinstance(content, list | tuple) and any(map(is_image, content))
+
+
+def images_in(messages: Sequence[Any]) -> list[Sent]:
+    """Those of a conversation, in their order. Raises BadMessage for a part without one."""
+    found = []
+    for i, message in enumerate(messages):
+        if has_images(message):
+            parts = enumerate(message["content"])
+            found += [_sent(part, f"messages[{i}].content[{j}]") for j, part in parts if is_image(part)]
+    return found
+
+
+def _sent(part: Mapping[str, Any], param: str) -> Sent:
+    kind = part["type"]
+    if kind in ("image_url", "input_image"):
+        value = part.get("image_url")
+        value = value.get("url") if isinstance(value, Mapping) else value
+        if not isinstance(value, str) or not value:
+            wrong = "file_id" if part.get("file_id") else None
+            hint = "files are not kept here: send it whole, as" if wrong else "it is"
+            message = f"{param} is of type {kind} without an address; {hint} data:image/png;base64,... or https://..."
+            raise BadMessage(message, param)
+        return Sent(value, param)
+    value = next((part[name] for name in (kind, "image", "url") if part.get(name) is not None), None)
+    if value is None:
+        raise BadMessage(f"{param} is of type {kind} and has no {kind}; give a PIL.Image or an address", param)
+    return Sent(value, param)

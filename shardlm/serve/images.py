@@ -1,0 +1,155 @@
+"""What a model that sees makes of images: how many a prompt may have, each prepared once however often a conversation
+sends it, and their tokens in a prompt. No jax."""
+
+import collections
+import concurrent.futures
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardlm.errors import ShardlmError
+from shardlm.serve.image_parts import SEEING
+from shardlm.serve.request import PromptTooLong
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.tokenizer import Tokenizer
+from shardlm.vision.picture import Picture, Placed, expanded
+from shardlm.vision.read import BadImage, file_of, pixels_of
+from shardlm.vision.sight import Sight
+
+KEPT = 2**30  # bytes of prepared images; one of a megapixel has 5 to 12 MB
+# At once. One may take a few hundred megabytes while it is unpacked, and tens of milliseconds of a core.
+THREADS = 4
+
+
+class Images:
+    """Of one model. Any thread may call.
+
+    Attributes:
+      token: the text that stands for an image in a prompt.
+    """
+
+    def __init__(self, sight: Sight, tokenizer: Tokenizer, limits: Mapping[str, int] | None = None, kept: int = KEPT):
+        """`limits`: limit_mm_per_prompt; without "image" in it, as many as there is room for."""
+        self.sight, self._limit = sight, (limits or {}).get("image")
+        self.token = tokenizer.decode([sight.token], skip_special=False)
+        self.threads = concurrent.futures.ThreadPoolExecutor(THREADS, "images")  # which start with the first image
+        self._kept, self._bytes = kept, 0
+        self._pictures: collections.OrderedDict[bytes, Picture] = collections.OrderedDict()
+        self._changing = threading.Lock()
+
+    def check_count(self, count: int) -> None:
+        """Raises ShardlmError for more images than a prompt may have."""
+        if self._limit is not None and count > self._limit:
+            wanted = f'limit_mm_per_prompt={{"image": {self._limit}}}'
+            raise ShardlmError(f"the prompt has {count} images; {wanted} allows {self._limit}. Send fewer, or raise it")
+
+    def prepared(self, image: Any) -> Picture:
+        """Of what `pixels_of` takes, or a Picture itself. Raises ShardlmError for what is no image, or cannot be
+        prepared."""
+        if isinstance(image, Picture):
+            return image
+        if isinstance(image, str):
+            image = file_of(image)
+        if isinstance(image, bytes | bytearray | memoryview):
+            return self._once(_digest(b"file", image), lambda: pixels_of(image))
+        pixels = pixels_of(image)
+        return self._once(_digest(repr(pixels.shape).encode(), pixels), lambda: pixels)
+
+    def tokens(self, picture: Picture) -> int:
+        """In its place."""
+        return len(self.sight.tokens(picture))
+
+    def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
+        """The tokens of a prompt with those of its images, and where these are. Raises ShardlmError where it has more
+        or fewer places for images than there are."""
+        return expanded(ids, pictures, self.sight.token, self.sight.vector, self.sight.tokens)
+
+    def read(self, ids: Sequence[int], images: Sequence[Any], most: int) -> tuple[list[int], tuple[Placed, ...]]:
+        """As `placed`, of images that are still to be prepared. Raises ShardlmError, and PromptTooLong as soon as
+        there are above `most` tokens."""
+        self.check_count(len(images))
+        pictures, tokens = [], 0
+        for number, image in enumerate(images, 1):
+            try:
+                pictures.append(self.prepared(image))
+            except ShardlmError as error:
+                raise BadImage(f"image {number} of {len(images)}: {error}") from None
+            tokens += self.tokens(pictures[-1])
+            check_tokens(tokens, len(pictures), most)
+        return self.placed(ids, pictures)
+
+    def _once(self, key: bytes, pixels: Callable[[], np.ndarray]) -> Picture:
+        with self._changing:
+            if (found := self._pictures.get(key)) is not None:
+                self._pictures.move_to_end(key)
+                return found
+        made = self.sight.prepare(pixels())
+        with self._changing:
+            if key not in self._pictures:
+                self._pictures[key] = made
+                self._bytes += _size(made)
+            while self._bytes > self._kept:
+                self._bytes -= _size(self._pictures.popitem(last=False)[1])
+        return made
+
+
+def check_tokens(tokens: int, images: int, most: int) -> None:
+    """Raises PromptTooLong where the first images of a prompt alone have more tokens than the model has room for."""
+    if tokens > most:
+        raise PromptTooLong(
+            f"the prompt has at least {tokens} tokens in its first {images} images; max_model_len={most} must hold it. "
+            "Send fewer or smaller ones, or raise max_model_len",
+            tokens,
+            most,
+        )
+
+
+def images_of(prompt: Any) -> Sequence[Any]:
+    """Those that a prompt has in vLLM's form, {"prompt": text, "multi_modal_data": {"image": one or several}}. Raises
+    ShardlmError for other data."""
+    given = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping) or given.keys() - {"image"}:
+        what = min(map(str, given.keys() - {"image"})) if isinstance(given, Mapping) else type(given).__name__
+        raise ShardlmError(f'multi_modal_data has {what!r}; it is {{"image": one or a list}}')
+    images = given.get("image", ())
+    return images if isinstance(images, list | tuple) else (images,)
+
+
+def with_images(
+    images: Images | None, ids: Sequence[int], given: Sequence[Any], most: int
+) -> tuple[Sequence[int], tuple[Placed, ...]]:
+    """Of a prompt and the images that come with it, where `images` is None with a model that does not see. Raises
+    ShardlmError."""
+    if images is not None:
+        return images.read(ids, given, most)
+    if given:
+        raise ShardlmError(f"this model reads text, and the prompt has {len(given)} images; {SEEING}")
+    return ids, ()
+
+
+def check_cut(params: SamplingParams) -> None:
+    """Raises ShardlmError where a prompt with images is to be cut, which could be within one."""
+    if params.truncate_prompt_tokens is not None:
+        raise ShardlmError(
+            f"truncate_prompt_tokens={params.truncate_prompt_tokens} of a prompt with images, of which it could leave "
+            "half of one; leave it out"
+        )
+
+
+def of_engine(engine: Any, limits: Mapping[str, int] | None) -> Images | None:
+    """None: its model does not see."""
+    sight = getattr(engine, "sight", None)
+    return None if sight is None else Images(sight, engine.tokenizer, limits)
+
+
+def _digest(kind: bytes, data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=32, person=hashlib.blake2b(kind, digest_size=16).digest()).digest()
+
+
+def _size(picture: Picture) -> int:
+    return sum(array.nbytes for array in picture.inputs.values())

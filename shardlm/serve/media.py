@@ -1,0 +1,93 @@
+"""Where images may come from that are sent by their address, and those that lie in a folder of this machine. What comes
+over the network is media_http.py's. No jax."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import pathlib
+import stat
+import urllib.parse
+import urllib.request
+
+from shardlm.errors import ShardlmError
+from shardlm.vision.read import MAX_BYTES, BadImage, file_of
+
+SHOWN = 120  # characters of an address in messages
+
+
+@dataclasses.dataclass(frozen=True)
+class MediaRules:
+    """Names are vLLM's where it has them.
+
+    allowed_media_domains     hosts that images are fetched from, in whatever network they are; (): any with a public
+                              address, so that nobody reads through this machine what it alone can reach
+    allowed_local_media_path  a folder, below which file: addresses are read; "": none are
+    media_seconds             in which an image must have come
+    """
+
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: str = ""
+    media_seconds: float = 10
+
+    def __post_init__(self):
+        if self.allowed_local_media_path and not pathlib.Path(self.allowed_local_media_path).is_dir():
+            raise ShardlmError(f"allowed_local_media_path={self.allowed_local_media_path} is no folder; give one")
+        for domain in self.allowed_media_domains:
+            if not domain or "/" in domain or ":" in domain:
+                raise ShardlmError(f"allowed_media_domains has {domain!r}; give names of hosts, such as example.com")
+        if self.media_seconds <= 0:
+            raise ShardlmError(f"media_seconds={self.media_seconds} must be above 0")
+
+
+async def file_at(url: str, rules: MediaRules) -> bytes:
+    """The bytes of an image, from data:, file:, http: or https:. Raises BadImage for what is not allowed, not there, or
+    too large."""
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return await asyncio.to_thread(file_of, url)
+    if scheme == "file":
+        return await asyncio.to_thread(_local, url, rules)
+    if scheme in ("http", "https"):
+        return await _http(url, rules)
+    raise BadImage(f"an image's address is {url[:SHOWN]!r}; it begins with data:, https:, http: or file:")
+
+
+def file_here(url: str, rules: MediaRules) -> bytes:
+    """As `file_at`, in an event loop of its own: callers may be in one that cannot wait."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(file_at(url, rules))).result()
+
+
+async def _http(url: str, rules: MediaRules) -> bytes:
+    try:
+        from shardlm.serve.media_http import fetched  # what it needs comes with shardlm[serve]
+    except ModuleNotFoundError as error:
+        raise BadImage(
+            f"images are fetched by {error.name}, which is not installed: pip install 'shardlm[serve]', or give images "
+            "themselves"
+        ) from None
+    return await fetched(url, rules)
+
+
+def _local(url: str, rules: MediaRules) -> bytes:
+    if not rules.allowed_local_media_path:
+        raise BadImage("images of this machine (file:) are not read: allowed_local_media_path names no folder for them")
+    parts, folder = urllib.parse.urlsplit(url), pathlib.Path(rules.allowed_local_media_path).resolve()
+    try:
+        path = pathlib.Path(urllib.request.url2pathname(parts.path)).resolve()
+        if parts.netloc not in ("", "localhost") or not path.is_relative_to(folder):
+            raise BadImage(f"{url[:SHOWN]} is not below the folder that images are read from (file:///...)")
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise BadImage(f"{url[:SHOWN]} is no file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadImage(f"{url[:SHOWN]} cannot be read: {why}") from None
+    if len(data) > MAX_BYTES:
+        raise too_large(url)
+    return data
+
+
+def too_large(url: str) -> BadImage:
+    return BadImage(f"{url[:SHOWN]} has more than {MAX_BYTES} bytes; send a smaller image")
