@@ -12,18 +12,17 @@ from tokenizers import models, pre_tokenizers
 
 from shardlm import LLM, SamplingParams
 from shardlm.serve.outputs import RequestOutput
-from shardlm.vision.picture import expanded
 
 SIZES = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 4, "block_size": 4, "decode_steps": 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model of transformers in a folder. inputs: what it is called with beside the tokens, of images."""
+    """A model of transformers in a folder. inputs: what it is called with beside the tokens, of images and them."""
 
     folder: pathlib.Path
     model: Any
-    inputs: Callable[[Sequence[np.ndarray]], dict[str, Any]]
+    inputs: Callable[[Sequence[np.ndarray], Sequence[int]], dict[str, Any]]
 
 
 def with_tokenizer(folder: pathlib.Path, vocab_size: int, special: dict[str, int]) -> None:
@@ -58,14 +57,16 @@ class Said:
 
 
 def by_transformers(family: Family, ids: Sequence[int], images: Sequence[np.ndarray], count: int) -> Said:
-    """Greedy."""
+    """Greedy, every token from all before it."""
     import torch
 
-    inputs = {"input_ids": torch.tensor([ids]), **family.inputs(images)}
+    told, said = list(ids), None
     with torch.no_grad():
-        made = family.model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
-        logprobs = torch.log_softmax(family.model(**inputs).logits[0].float(), -1)
-    return Said(made[0, len(ids) :].tolist(), [logprobs[i, ids[i + 1]].item() for i in range(len(ids) - 1)])
+        for _ in range(count):
+            logits = family.model(input_ids=torch.tensor([told]), **family.inputs(images, told)).logits[0].float()
+            said = torch.log_softmax(logits, -1) if said is None else said
+            told.append(int(logits[-1].argmax()))
+    return Said(told[len(ids) :], [said[i, ids[i + 1]].item() for i in range(len(ids) - 1)])
 
 
 Ask = tuple[Sequence[int], Sequence[np.ndarray]]
@@ -78,7 +79,7 @@ def asked(llm: LLM, asks: Sequence[Ask], count: int = 6, scored: bool = False, *
     params |= {"prompt_logprobs": 0} if scored else {}
     for number, (ids, images) in enumerate(asks):
         pictures = [sight.prepare(image) for image in images]
-        ids, placed = expanded(ids, pictures, sight.token, sight.vector, sight.tokens)
+        ids, placed = sight.expanded(ids, pictures)
         engine.add(str(number), ids, SamplingParams(**params), pictures=placed)
     while len(done) < len(asks):
         done |= {output.request_id: output for output in engine.step() if output.finished}
