@@ -2,6 +2,7 @@
 norm, stacked and run by one scan. What makes patches into vectors before them, and what comes after, is a family's."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,15 @@ from shardlm.models.naming import Names, Tensor
 from shardlm.ops.full_attention import full_attention
 from shardlm.ops.rope import rotated
 from shardlm.ops.swiglu import Activation, activate, gated
+from shardlm.ops.window_attention import window_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """numbers int32 [P], ascending, of the window that each patch is in, of which none has more than `longest`."""
+
+    numbers: jax.Array
+    longest: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +67,14 @@ class Tower(nnx.Module):
         count: jax.Array,
         execution: Execution,
         sines: tuple[jax.Array, jax.Array] | None = None,
-        windows: jax.Array | None = None,
+        windows: Windows | None = None,
         everywhere: Sequence[int] = (),
         keep: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (x after the last layer, [len(keep), P, D]: x after those of `keep`).
 
         count int32, patches that there are; sines: (sines, cosines) [P, 1, H / 2] that queries and keys are turned by,
-        None: they aren't; windows int32 [P]: patches attend inside of theirs but for the layers of `everywhere`.
+        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`.
         """
         graph, stacked = nnx.split(self.block)
         layers = self.layers
@@ -75,8 +85,7 @@ class Tower(nnx.Module):
         def layer(carry, inputs):
             x, kept = carry
             state, slot, whole = inputs
-            own = None if windows is None else jnp.where(whole, 0, windows)
-            x = nnx.merge(graph, state)(x, count, execution, sines, own)
+            x = nnx.merge(graph, state)(x, count, execution, sines, windows, whole)
             return (x, kept.at[slot].set(x, mode="drop") if len(keep) else kept), None
 
         kept = jnp.zeros((len(keep), *x.shape), x.dtype)
@@ -109,16 +118,16 @@ class TowerBlock(nnx.Module):
                 setattr(self, f"{name}_bias", params((F,), ("mlp",), constant(0.0)))
             self.down_bias = params((D,), ("norm",), constant(0.0))
 
-    def __call__(self, x: jax.Array, count, execution: Execution, sines=None, windows=None) -> jax.Array:
-        """x [P, D] -> the same shape; arguments as Tower has them."""
-        x = x + self._attention(self.attention_norm(x, execution), count, execution, sines, windows)
+    def __call__(self, x: jax.Array, count, execution: Execution, sines, windows, whole) -> jax.Array:
+        """x [P, D] -> the same shape; arguments as Tower has them, and whether the layer attends everywhere."""
+        x = x + self._attention(self.attention_norm(x, execution), count, execution, sines, windows, whole)
         return x + self._feed_forward(self.mlp_norm(x, execution), execution)
 
-    def _attention(self, x, count, execution: Execution, sines, windows) -> jax.Array:
+    def _attention(self, x, count, execution: Execution, sines, windows, whole) -> jax.Array:
         q, k, v = (_by("pd,dnh->pnh", x, self, f"w{letter}", f"b{letter}", execution) for letter in "qkv")
         if sines is not None:
             q, k = (rotated(a, *sines) for a in (q, k))
-        out = full_attention(q, k, v, self.config.each**-0.5, count, windows)
+        out = _attended(q, k, v, self.config.each**-0.5, count, windows, whole)
         return _by("pnh,nhd->pd", out, self, "wo", "bo", execution)
 
     def _feed_forward(self, x: jax.Array, execution: Execution) -> jax.Array:
@@ -128,6 +137,15 @@ class TowerBlock(nnx.Module):
         else:
             up = activate(up, self.config.activation)
         return _by("pf,fd->pd", up, self, "down", "down_bias", execution)
+
+
+def _attended(q, k, v, scale: float, count, windows: Windows | None, whole: jax.Array) -> jax.Array:
+    everywhere = functools.partial(full_attention, scale=scale, count=count)
+    if windows is None:
+        return everywhere(q, k, v)
+    own = {"windows": windows.numbers, "longest": windows.longest}
+    inside = functools.partial(window_attention, scale=scale, count=count, **own)
+    return jax.lax.cond(whole, everywhere, inside, q, k, v)
 
 
 class Linear(nnx.Module):
