@@ -9,7 +9,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.choose import models, tag, tagged
-from shardlm.hf_files import BESIDE, QUANTISATION, in_place_of, pickled
+from shardlm.hf_files import BESIDE, OF_IMAGES, QUANTISATION, in_place_of, pickled
 
 _NAME = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?([\w-][\w.-]*/[\w.-]+?)(?::([\w./-]+))?/?")
 
@@ -31,7 +31,7 @@ def fetch(path: str, also: Sequence[str] = ()) -> pathlib.Path:
     repository, wanted = _NAME.fullmatch(path).groups()
     if wanted:
         return _of_several(hub, repository, wanted)
-    files = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, *QUANTISATION, *also]
+    files = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, *OF_IMAGES, *QUANTISATION, *also]
     folder = pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
     if any(folder.glob("*.safetensors")):
         return folder

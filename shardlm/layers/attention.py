@@ -208,8 +208,9 @@ class Attention(nnx.Module):
         config, rules = self.config, execution.rules
         x = over(x, rules.act.spec("batch", "whole_seq", "embed"))
         rotates = config.plain and ctx.rotates(pages, self.kv_name)
-        unrotated = self._unrotated(x, positions, execution) if rotates else None
-        q, k, v = (unrotated, None, None) if unrotated else self._rotated(x, positions, ctx, execution)
+        turns = positions if ctx.turns is None else ctx.turns
+        unrotated = self._unrotated(x, turns, execution) if rotates else None
+        q, k, v = (unrotated, None, None) if unrotated else self._rotated(x, positions, turns, ctx, execution)
         options = {
             "scale": config.scale or config.head_dim**-0.5,
             "window": config.window,
@@ -231,7 +232,7 @@ class Attention(nnx.Module):
         kept = {f"{KEPT}{config.keeps}": {"k": k, "v": v}} if config.keeps and not ctx.absorbs else {}
         return taken(out) + in_use(self.bo, execution) if config.out_bias else out, pages, kept
 
-    def _unrotated(self, x: jax.Array | Late, positions: jax.Array, execution: Execution) -> Unrotated | None:
+    def _unrotated(self, x: jax.Array | Late, turns: jax.Array, execution: Execution) -> Unrotated | None:
         """What a context that rotates them attends by; None where no kernel makes it."""
         config, each = self.config, {f"w{name}": how for name, how in _LETTERS.items()}
         sums = sums_each(x, self, each, execution)
@@ -239,14 +240,14 @@ class Attention(nnx.Module):
             return None
         biases = {name: in_use(getattr(self, f"b{name}"), execution) for name in "qkv" if config.bias}
         norms = {name: late_norm(getattr(self, f"{name}_norm"), execution) for name in "qk" if config.qk_norm == "head"}
-        turned = sines(positions, config.rope, config.head_dim) if config.rope else None
+        turned = sines(turns, config.rope, config.head_dim) if config.rope else None
         return Unrotated({name[1:]: one for name, one in sums.items()}, biases, norms, turned)
 
-    def _rotated(self, x: jax.Array | Late, positions: jax.Array, ctx: Context, execution: Execution):
+    def _rotated(self, x: jax.Array | Late, positions: jax.Array, turns: jax.Array, ctx: Context, execution: Execution):
         """Queries [B, T, N, H], keys and values [B, T, K, H], None where they are another layer's and in pages."""
         config, made = self.config, self.projected(x, execution)
         v = made.pop("v", made.get("k"))
-        made = {name: self._turned(a, name, positions, execution) for name, a in made.items()}
+        made = {name: self._turned(a, name, turns, execution) for name, a in made.items()}
         q, (k, v) = made["q"], ctx.kept_by(config.reads) if config.reads else (made["k"], v)
         if config.value_norm and not config.reads:
             v = rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), config.norm.eps)
@@ -266,13 +267,13 @@ class Attention(nnx.Module):
             made = {name: jnp.clip(a, -clip, clip) for name, a in made.items()}
         return made
 
-    def _turned(self, a: jax.Array, name: str, positions: jax.Array, execution: Execution) -> jax.Array:
+    def _turned(self, a: jax.Array, name: str, turns: jax.Array, execution: Execution) -> jax.Array:
         """Queries or keys [B, T, K, H] after their norm and their rotation, where they have any."""
         config = self.config
         if not config.norm_rotated:
             a = self._normalised(a, name, execution)
         if config.rope:
-            a = rope(a, positions, config.rope)
+            a = rope(a, turns, config.rope)
         return self._normalised(a, name, execution) if config.norm_rotated else a
 
     def _normalised(self, a: jax.Array, name: str, execution: Execution) -> jax.Array:

@@ -155,7 +155,7 @@ class Block(nnx.Module):
             x = x + self.inputs(x, own, execution)
         if self.config.out_scale:
             x = x * jax.lax.stop_gradient(in_use(self.out_scale, execution))
-        return x, pages, aux | kept
+        return x if ctx.seen is None else ctx.seen.after(x, layer), pages, aux | kept
 
     def _of_streams(self, x, positions, ctx: Context, pages, layer, execution: Execution):
         if self.config.ngrams:

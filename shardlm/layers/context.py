@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
+from shardlm.layers.seen import Seen
 from shardlm.ops.block_choice import BlockIndex, PooledIndex
 from shardlm.ops.compression import Compressed
 from shardlm.ops.gated_delta import BIAS, SKIP
@@ -54,6 +55,8 @@ class Context(Protocol):
     tokens: jax.Array | None  # int32 [B, T], where layers look at the tokens themselves; None elsewhere
     faster: jax.Array | None  # float32 [dim / 2], factors on the frequencies of rotations; None: they are not learned
     ngrams: tuple[jax.Array, ...] | None  # [B, T, E] of each layer that has n-grams (layers/ngrams.py); None elsewhere
+    seen: Seen | None  # of tokens that stand for images (layers/seen.py); None where the model does not see
+    turns: jax.Array | None  # int32 [B, T, 3], positions that rotations have, on three axes; None: those of the text
 
     @property
     def real(self) -> jax.Array:

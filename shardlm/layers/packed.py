@@ -42,6 +42,8 @@ class Packed:
     tokens: jax.Array | None = None
     ngrams: tuple[jax.Array, ...] | None = None
     faster: jax.Array | None = None
+    seen: None = None
+    turns: None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":

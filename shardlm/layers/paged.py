@@ -25,6 +25,7 @@ from shardlm.layers.context import (
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged_heads import OnDevice
 from shardlm.layers.param import Execution
+from shardlm.layers.seen import Seen
 from shardlm.mesh import shard_map
 from shardlm.ops import block_choice, head_choice, paged_choice
 from shardlm.ops.block_choice import BlockIndex, PooledIndex
@@ -51,7 +52,7 @@ class Paged:
     [B]: which of several each row has (layers/lora.py); None where the model has not several. slot int32 [B]: where
     layers without pages remember each row's text; None where the model has none. `rows`: how these take tokens in
     (ops/delta_rows.py). sure int32 [B]: where in each row's text the tokens begin that may turn out wrong; None: with
-    the row.
+    the row. until int32 [B, T]: the last position that each token sees, inside of an image one after it; None: its own.
     """
 
     absorbs: ClassVar[bool] = True
@@ -72,6 +73,9 @@ class Paged:
     tokens: jax.Array | None = None
     ngrams: tuple[jax.Array, ...] | None = None
     faster: jax.Array | None = None
+    seen: Seen | None = None
+    until: jax.Array | None = None
+    turns: jax.Array | None = None
 
     @classmethod
     def make(
@@ -168,9 +172,9 @@ class Paged:
         )
         out, pages = shard_map(
             local,
-            in_specs=(of_q, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, *of_scores),
+            in_specs=(of_q, dict.fromkeys(new, kv), pools, *(tokens,) * 3, *(scalar,) * 2, *of_scores, tokens),
             out_specs=(heads, pools),
-        )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection)
+        )(q, new, pages, page_table, positions, self.valid, place, part, sinks, selection, self.until)
         return out, pages | beside
 
     def attend_compressed(self, q, kv, compressed, positions, pages, layer, sinks, *, scale, window, rows):

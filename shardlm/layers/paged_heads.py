@@ -38,9 +38,9 @@ class OnDevice:
     value_dim: int
     chunk: int
 
-    def __call__(self, q, new, pages: Pages, page_table, positions, valid, place, part, sinks, selection):
+    def __call__(self, q, new, pages: Pages, page_table, positions, valid, place, part, sinks, selection, until):
         """q [B, T, N, H] and `new` [B, T, K, H] by name, or q with these in it before their rotation and none in `new`,
-        of the layer at this place and part of the pools. Returns (out [B, T, N, Hv], pages)."""
+        of the layer at this place and part of the pools; `until`: Paged's. Returns (out [B, T, N, Hv], pages)."""
         shapes, parts = {name: a.shape for name, a in pages.items()}, 1
         if self.kv_heads:
             parts = parts_of_page(pages["k"], self.orders["k"], self.kv_heads, q.shape[3])
@@ -55,9 +55,10 @@ class OnDevice:
         where = (page_table, positions, first)
         whole = self.whole and (not self.chunk or q.shape[1] <= self.chunk)
         if whole or (self.parts and not self.window and not self.chunk):
+            assert until is None, "over pages (serve/prefill.py)"
             out = self._at_hand(q, new, None if whole else pages, *where, sinks)
         else:
-            out = self._over_pages(q, pages, *where, sinks, selection)
+            out = self._over_pages(q, pages, *where, sinks, selection, until)
             out = out[..., :narrow] if narrow else out
         return out, {name: a.reshape(shapes[name]) for name, a in pages.items()}
 
@@ -72,11 +73,11 @@ class OnDevice:
         options = {"sinks": sinks, "head": head, "held_for": self.implementation}
         return in_parts(q, k, v, *before, self.scale, self.parts, **options)
 
-    def _over_pages(self, q, pages: Pages, page_table, positions, first, sinks, selection) -> jax.Array:
+    def _over_pages(self, q, pages: Pages, page_table, positions, first, sinks, selection, until) -> jax.Array:
         heads = pages["k"].shape[self.orders["k"].index("k")]
         head = self.own_head and self.own_head(heads, q.shape[2])
         if not head_choice.is_for_each(selection):
-            return self._by(selection, q, pages, page_table, positions, first, sinks, head)
+            return self._by(selection, q, pages, page_table, positions, first, sinks, head, until)
         where = (pages, page_table, positions, first, sinks)
         if head is not None:
             return self._by(head_choice.of_head(selection, head), q, *where, head)
@@ -84,7 +85,7 @@ class OnDevice:
         outs = [self._by(head_choice.of_head(selection, i), part, *where, jnp.int32(i)) for i, part in each]
         return jnp.concatenate(outs, axis=2)
 
-    def _by(self, selection, q, pages: Pages, page_table, positions, first, sinks, head) -> jax.Array:
+    def _by(self, selection, q, pages: Pages, page_table, positions, first, sinks, head, until=None) -> jax.Array:
         """To what all queries here attend to, of all kv heads or of one."""
         if isinstance(selection, block_choice.Places):
             return block_choice.attend(q, pages, selection, first, self.scale, head)
@@ -94,7 +95,7 @@ class OnDevice:
         options = {"window": self.window, "softcap": self.softcap, "sinks": sinks, "value_dim": self.value_dim}
         options |= {"chosen": selection} if selection is not None else {}
         options |= {"chunk": self.chunk} | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
-        options |= {} if head is None else {"head": head}
+        options |= {name: a for name, a in (("head", head), ("until", until)) if a is not None}
         attend = paged_attention.implementation(self.implementation)
         return attend(q, pages["k"], pages.get("v"), page_table, positions, first, scale=self.scale, **options)
 

@@ -91,6 +91,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
 }
@@ -172,6 +173,7 @@ def rope_of(options: Options, head_dim: int, group: str = "", length: int = 0, p
     options("partial_rotary_factor", None), options("rope_theta", None)
     longest = options.values.get("max_position_embeddings") or 0
     common = {"theta": float(theta), "dim": 0 if partial == 1 else int(head_dim * partial), "length": length}
+    common["axes"] = axes_of(scaling, (common["dim"] or head_dim) // 2)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     known = {
         "linear": _linear,
@@ -189,6 +191,18 @@ def rope_of(options: Options, head_dim: int, group: str = "", length: int = 0, p
         return Rope(**common, **known[kind](scaling, longest, options.values))
     except KeyError as missing:
         raise ShardlmError(f"config.json: rope type {kind!r} needs {missing.args[0]!r} in its rope options") from None
+
+
+def axes_of(scaling: Mapping[str, Any], pairs: int) -> tuple[int, ...]:
+    """Which of the axes time, row and column turns each pair of a head: first all of one axis (Qwen2-VL), or in turn,
+    and what the last two leave is of the first (Qwen3-VL); () where there is one."""
+    section = tuple(scaling.get("mrope_section") or ())
+    if not section or not scaling.get("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    found = [0] * pairs
+    for axis, count in enumerate(section[1:], 1):
+        found[axis : count * 3 : 3] = [axis] * len(found[axis : count * 3 : 3])
+    return tuple(found)
 
 
 def proportional(own: Mapping[str, Any]) -> Rope:

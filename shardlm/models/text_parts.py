@@ -64,6 +64,11 @@ GEMMA3 = {
     "rope_local_base_freq": 10_000.0,
     "max_position_embeddings": 131_072,
 }
+OF_AXES = ("mrope_section", "mrope_interleaved")
+# Whose pairs belong to the three axes in turn, and how many to each where config.json does not say.
+IN_TURN = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)) | dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe"), (11, 11, 10)
+)
 OF_BOTH = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 TOKENS = tuple(f"{name}_token_id" for name in ("image", "video", "vision", "vision_start", "vision_end"))
 OF_PICTURES = frozenset(["vision_config", "text_config", *TOKENS])
@@ -81,7 +86,7 @@ def text_config(config: Config) -> Config:
     found["model_type"] = SEEING[kind] or found.get("model_type", "mistral")
     for name in ("rope_scaling", "rope_parameters"):
         if found.get(name):
-            found[name] = _on_one_axis(found[name])
+            found[name] = _of_axes(kind, found[name])
     if kind == "qwen3_vl_moe":
         found["norm_topk_prob"] = True  # in transformers always, said or not
     if (tied := _tied(kind, config, inner)) is not None:
@@ -95,14 +100,19 @@ def alone(config: Config) -> Config:
     if config.get("model_type") not in SEEING:
         return config
     found = text_config(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        if found.get(name):
+            found |= {name: {key: value for key, value in found[name].items() if key not in OF_AXES}}
     return {"architectures": [ARCHITECTURES[found["model_type"]]], **found}
 
 
-def _on_one_axis(rope: Config) -> Config:
-    """Rotations of several axes (https://arxiv.org/abs/2409.12191, section 2.1) without pictures, where positions are
-    the same on all of them: the usual one."""
-    found = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
-    return found | {name: "default" for name in ("type", "rope_type") if found.get(name) == "mrope"}
+def _of_axes(kind: str, rope: Config) -> Config:
+    """Rotations of several axes (https://arxiv.org/abs/2409.12191, section 2.1). Without pictures positions are equal
+    on all of them, and they are the usual ones."""
+    found = dict(rope) | {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
+    if kind in IN_TURN:  # always, said or not
+        found |= {"mrope_interleaved": True, "mrope_section": rope.get("mrope_section", IN_TURN[kind])}
+    return found
 
 
 def _tied(kind: str, config: Config, inner: Config) -> bool | None:

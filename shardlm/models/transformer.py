@@ -82,6 +82,8 @@ class Transformer(nnx.Module):
         """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, auxiliary
         values [layers that have them, ...])."""
         x = self.embed(tokens, positions)
+        if ctx.seen is not None:
+            x = ctx.seen.embedded(x)
         if self.config.hashed:
             ctx = dataclasses.replace(ctx, tokens=tokens)
         if self.config.ngrams:

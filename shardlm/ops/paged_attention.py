@@ -101,9 +101,11 @@ def reference(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     chunk: int = 0,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """Each query attends to the positions up to its own, of which it sees the last `window` (0: all) or, where texts
-    are cut into chunks, those of its own `chunk`. q [B, T, N, H],
+    are cut into chunks, those of its own `chunk`; where there is `until` int32 [B, T] it sees those after it too, up to
+    that. q [B, T, N, H],
     pools [pages, page_size, K, H], positions int32 [B, T]; `softcap` and `sinks` as in `attend`; the scales are those
     of pools of int8; returns q's shape."""
     B = q.shape[0]
@@ -111,14 +113,19 @@ def reference(
     pools = ((k_pool, k_scale), (v_pool, v_scale))
     k, v = (numbers_of(p[table], None if s is None else s[table], q.dtype) for p, s in pools)
     k, v = (a.reshape(B, -1, *a.shape[3:]) for a in (k, v))  # [B, S, K, H]
-    distance = positions[:, :, None] - jnp.arange(k.shape[1])  # [B, T, S]
-    mask = (distance >= 0) & (distance < _reach(positions, window, chunk, k.shape[1]))
+    mask = _sees(positions, until, jnp.arange(k.shape[1]), _reach(positions, window, chunk, k.shape[1]))
     return attend(q, k, v, mask, scale, softcap, sinks)
 
 
 def _reach(positions: jax.Array, window: int, chunk: int, every: int) -> jax.Array:
     """How many positions each query sees, itself included, [B, T, 1]; `every`: as many as there are."""
     return (positions % chunk + 1)[..., None] if chunk else jnp.full((1, 1, 1), window or every)
+
+
+def _sees(positions: jax.Array, until: jax.Array | None, keys: jax.Array, reach: jax.Array) -> jax.Array:
+    """Which `keys` [S] each query sees, bool [B, T, S]."""
+    distance = positions[:, :, None] - keys
+    return (distance >= 0 if until is None else keys <= until[:, :, None]) & (distance < reach)
 
 
 def numbers_of(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
@@ -146,6 +153,7 @@ def blocked(
     head: jax.Array | None = None,
     chunk: int = 0,
     chosen: jax.Array | None = None,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """As the reference, over pools in an order of its own (kv_format.order_of), a block of pages at a time with a
     running softmax (https://arxiv.org/abs/2205.14135), up to the last position of a group of rows: the cost follows the
@@ -161,6 +169,8 @@ def blocked(
     some = partial(_blocked, pools=pools, first_page=first_page, **options)
     B, T = positions.shape
     rows = (q, page_table, positions) + (() if chosen is None else (chosen,))
+    if until is not None:
+        return some(*rows, until=until)
     if T > 1 or B <= DECODE_ROWS:
         return some(*rows)
 
@@ -230,6 +240,7 @@ def _blocked(
     page_table: jax.Array,
     positions: jax.Array,
     chosen: jax.Array | None = None,
+    until: jax.Array | None = None,
     *,
     pools: _Pools,
     first_page: jax.Array,
@@ -259,9 +270,8 @@ def _blocked(
         scores = jnp.einsum(f"bkgth,{of_k}->bkgts", grouped, k) * scale
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
-        distance = positions[:, :, None] - (i * size + jnp.arange(size))  # [B, T, S]
         reach = _reach(positions, window, chunk, table.shape[1] * page_size)
-        mask = (distance >= 0) & (distance < reach)
+        mask = _sees(positions, until, i * size + jnp.arange(size), reach)
         if chosen is not None:
             mask &= jax.lax.dynamic_slice_in_dim(chosen, i * size, size, axis=2)
         mask = mask[:, None, None]
@@ -279,6 +289,6 @@ def _blocked(
         start = (sink, jnp.ones(shape, jnp.float32))
     least = jnp.min(positions)
     first = jnp.maximum(least - window + 1, 0) // size if window else least // chunk * chunk // size if chunk else 0
-    stop = jnp.max(positions) // size + 1
+    stop = jnp.max(positions if until is None else until) // size + 1
     _, total, out = jax.lax.fori_loop(first, stop, block, (*start, jnp.zeros((*shape, pools.width), jnp.float32)))
     return jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, pools.width).astype(q.dtype)

@@ -53,6 +53,7 @@ def pallas(
     value_dim: int = 0,
     head: jax.Array | None = None,
     chunk: int = 0,
+    until: jax.Array | None = None,
     alone: bool | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -78,7 +79,8 @@ def pallas(
         "v_scale": v_scale,
         "table": page_table,
         "positions": positions,
-        "turns": turns_of(positions, sizes, window, chunk),
+        "until": until,
+        "turns": turns_of(positions, sizes, window, chunk, until),
         "where": jnp.stack([first_page, head if head is not None else jnp.int32(0)]),
         "sinks": sinks,
     }
@@ -128,6 +130,7 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         position = jnp.broadcast_to(last, (1,))  # of all rows, so that a key is compared once
     else:
         position = triton.load(refs["positions"].at[b, t], mask=real, other=0)
+    until = triton.load(refs["until"].at[b, t], mask=real, other=0) if "until" in refs else position
     head = kv + refs["where"][1]
     clear, stop_clear = refs["turns"][b, row_block, 3], refs["turns"][b, row_block, 4]
 
@@ -141,7 +144,7 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
         keys, of_keys = tiles(refs, "k", at, here, sizes.key_columns, q[0].dtype, sizes.compiled)
         products = [dot(one, key.T) for one, key in zip(q, keys, strict=True)]
         whole = (i >= clear) & (i < stop_clear) if sizes.branches else None
-        scores, to_log2 = _scores(products, of_keys, whole, position, index, rule)
+        scores, to_log2 = _scores(products, of_keys, whole, (position, until), index, rule)
         new = jnp.maximum(peak, scores.max(axis=1) * to_log2)
         weights = exp2(scores, to_log2, -new[:, None], sizes.compiled)
         keep = exp2(peak, 1.0, -new, sizes.compiled)
@@ -169,9 +172,10 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, peaks=None, totals=None):
     _store(out, where, sums, real, sizes)
 
 
-def _scores(products, of_keys, whole, position, index, rule: Rule):
+def _scores(products, of_keys, whole, places, index, rule: Rule):
     """(scores [block_rows, block_keys], -inf of what a query does not see, and by what they are to be multiplied to be
-    exponents of two). Where all rows see the `whole` block nothing is compared; None: always.
+    exponents of two). `places`: of queries, and the last that each sees. Where all rows see the `whole` block nothing
+    is compared; None: always.
 
     That this is a branch matters beyond what it saves: Triton gives a product whose numbers reach another product to
     warps by rows alone, so that 8 warps with 64 rows all make each of them twice on Hopper; it does not look through
@@ -181,9 +185,13 @@ def _scores(products, of_keys, whole, position, index, rule: Rule):
         scores = functools.reduce(operator.add, products) * of_keys
         return jnp.tanh(scores * (rule.scale / rule.softcap)) if rule.softcap else scores
 
+    position, until = places
+
     def masked(*products):
         distance = position[:, None] - index[None]
-        mask = (distance >= 0) & (distance < rule.window) if rule.window else distance >= 0
+        mask = distance >= 0 if until is position else until[:, None] >= index[None]
+        if rule.window:
+            mask &= distance < rule.window
         if rule.chunk:
             mask &= distance <= jax.lax.rem(position, rule.chunk)[:, None]
         return jnp.where(mask, summed(*products), -jnp.inf)

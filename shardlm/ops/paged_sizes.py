@@ -118,12 +118,18 @@ def sizes_of(
     )
 
 
-def turns_of(positions: jax.Array, sizes: Sizes, window: int, chunk: int = 0) -> jax.Array:
+def turns_of(
+    positions: jax.Array, sizes: Sizes, window: int, chunk: int = 0, until: jax.Array | None = None
+) -> jax.Array:
     """int32 [B, row_blocks, 5]: the first block of keys that a block of rows sees, the one after its last, its last
-    position, and the same two of the blocks that each of its rows sees whole."""
+    position, and the same two of the blocks that each of its rows sees whole. `until`: as paged_attention.blocked has
+    it."""
     token = jnp.minimum(jnp.arange(sizes.row_blocks * sizes.block_rows) // sizes.group, sizes.tokens - 1)
-    each = positions[:, token].reshape(-1, sizes.row_blocks, sizes.block_rows)
-    least, last = each.min(axis=2), each.max(axis=2)
+    each, ends = (
+        a[:, token].reshape(-1, sizes.row_blocks, sizes.block_rows)
+        for a in (positions, positions if until is None else until)
+    )
+    least, last = each.min(axis=2), ends.max(axis=2)
 
     def begin(position):
         """The first position that a query at this one sees."""
@@ -132,5 +138,5 @@ def turns_of(positions: jax.Array, sizes: Sizes, window: int, chunk: int = 0) ->
         return jnp.maximum(position - window + 1, 0) if window else jnp.zeros_like(position)
 
     seen = begin(least) // sizes.block_keys, last // sizes.block_keys + 1
-    whole = pl.cdiv(begin(last), sizes.block_keys), (least + 1) // sizes.block_keys
+    whole = pl.cdiv(begin(each.max(axis=2)), sizes.block_keys), (ends.min(axis=2) + 1) // sizes.block_keys
     return jnp.stack([*seen, last, *whole], axis=2)

@@ -37,6 +37,8 @@ class Rope:
     magnitude         factor on sines and cosines
     share             proportional: of the pairs
     backwards         heads are turned the other way (nanochat)
+    axes              which of three axes' positions turns each pair, where tokens have any (M-RoPE,
+                      https://arxiv.org/abs/2409.12191, section 2.1); (): the first's
     """
 
     theta: float = 10_000.0
@@ -55,6 +57,7 @@ class Rope:
     magnitude: float = 1.0
     share: float = 1.0
     backwards: bool = False
+    axes: tuple[int, ...] = ()
 
     def check(self, head_dim: int) -> None:
         """Raises ShardlmError where the rotated dimensions do not fit the head."""
@@ -68,6 +71,8 @@ class Rope:
             count = len(getattr(self, name))
             if self.kind == "longrope" and count != dim // 2:
                 raise ShardlmError(f"longrope has {count} {name} factors; rotating {dim} dimensions needs {dim // 2}")
+        if self.axes and len(self.axes) != dim // 2:
+            raise ShardlmError(f"mrope_section has {len(self.axes)} pairs; rotating {dim} dimensions needs {dim // 2}")
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each rotated pair, float32 [dim / 2]."""
@@ -134,11 +139,16 @@ def by_logarithm(q: jax.Array, positions: jax.Array, scale: jax.Array, bias: jax
 def sines(
     positions: jax.Array, config: Rope, head_dim: int, faster: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(sines, cosines) of the rotated pairs, with their magnitude: float32 [B, T, 1, dim / 2] of positions [B, T].
-    `faster` float32 [dim / 2]: factors on the frequencies, where they are learned."""
+    """(sines, cosines) of the rotated pairs, with their magnitude: float32 [B, T, 1, dim / 2] of positions [B, T], or
+    on three axes [B, T, 3]. `faster` float32 [dim / 2]: factors on the frequencies, where they are learned."""
     frequency = config.frequencies(head_dim)
     frequency = frequency if faster is None else frequency * faster
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
+    if positions.ndim == 3:
+        axes = config.axes or (0,) * len(config.frequencies(head_dim))
+        positions = positions[:, :, np.array(axes)]
+        angle = positions[:, :, None].astype(jnp.float32) * frequency
+    else:
+        angle = positions[:, :, None, None].astype(jnp.float32) * frequency
     return jnp.sin(angle) * config.magnitude, jnp.cos(angle) * config.magnitude
 
 
@@ -146,7 +156,7 @@ def rope(x: jax.Array, positions: jax.Array, config: Rope, faster: jax.Array | N
     """Rotates the two halves of each head's rotated dimensions by position (https://arxiv.org/abs/2104.09864, eq. 34,
     in the half-split order that Llama checkpoints of Hugging Face use). Angles and products are float32.
 
-    x [B, T, N, H], positions int32 [B, T]; returns x's shape and dtype. `faster` as `sines` has it.
+    x [B, T, N, H], positions int32 [B, T] or [B, T, 3]; returns x's shape and dtype. `faster` as `sines` has it.
     """
     return rotated(x, *sines(positions, config, x.shape[-1], faster))
 

@@ -5,8 +5,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped", "xielu", "silu_of_cut"]
-ALPHA, LIMIT = 1.702, 7.0  # of "clamped"
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped", "xielu", "silu_of_cut", "quick_gelu"]
+ALPHA, LIMIT = 1.702, 7.0  # of "clamped"; of "quick_gelu" the first
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -15,6 +15,8 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
         return jax.nn.gelu(x, approximate=True)
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=False)
+    if activation == "quick_gelu":  # by a sigmoid (https://arxiv.org/abs/1606.08415, section 2)
+        return x * jax.nn.sigmoid(ALPHA * x)
     if activation == "relu2":
         return jnp.square(jax.nn.relu(x))
     return {"silu": jax.nn.silu, "relu": jax.nn.relu}[activation](x)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from shardlm.serve.gallery import Look
 from shardlm.serve.host_pages import Move
 from shardlm.serve.request import Request
 from shardlm.serve.snapshots import Copies
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     tokens: array | None
     fresh: bool  # the first row of this request in this slot: the slot's state on the device starts anew
     again: bool = False  # a decode from the tokens that are known: what the slot sampled after them is dropped
+    seen: np.ndarray | None = None  # of a chunk with images: where each token's vector is (gallery.py), int32 [tokens]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class ScheduledBatch:
     saved: Copies = ()
     # Of pages, to the host's memory and back, before all else.
     moves: tuple[Move, ...] = ()
+    # Images that are read after that, before the batch's programs.
+    looks: tuple[Look, ...] = ()
 
     @property
     def width(self) -> int:

@@ -31,6 +31,7 @@ from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.entries import fitted
+from shardlm.serve.eyes import Eyes
 from shardlm.serve.facts import ModelFacts
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.followers import refuse_second
@@ -39,6 +40,7 @@ from shardlm.serve.host_pages import BUNDLE
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
 from shardlm.serve.memories import refuse
+from shardlm.serve.open_eyes import open_eyes, sight_for
 from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.prefill import choose
@@ -92,11 +94,15 @@ def build(
     beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
     draft = open_draft_model(speculative, shape, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
+    sight = sight_for(found, config)
     cache = functools.partial(check_cache, config=config, length=length)
     opened = load(found if classifier else path, mesh=mesh, decoding=True, length=length, check=cache, **options)
     if said := grown(opened, config.quantization):
         logging.warning("%s %s", path, said)
-    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft)
+    eyes = (
+        open_eyes(sight, opened.source, opened.model.execution.dtype, shape.embed_dim, opened.mesh) if sight else None
+    )
+    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft, eyes)
     pooling = Pooling.of(shape.embed_dim, opened.options, classifier)
     for one in (engine, *(engine.engines if isinstance(engine, EngineGroup) else ())):
         one.pooling = pooling
@@ -132,9 +138,10 @@ def assemble(
     config: EngineConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
     draft: DraftModel | None = None,
+    eyes: Eyes | None = None,
 ) -> Engine | EngineGroup:
-    """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, and
-    of its draft model."""
+    """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, of
+    its draft model and of its encoder of images."""
     meshes, speculative = submeshes(config.mesh), config.speculative_config
     adapters = AdapterTable(config.room, opened.source)
     with jax.set_mesh(opened.mesh):
@@ -154,6 +161,8 @@ def assemble(
     sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=prefill.in_parts)
     few_bits = few_bits_of(model.config, model.execution.weights, model.execution.few_bits)
     sizes = dataclasses.replace(sizes, few_bits=few_bits)
+    if eyes:
+        eyes, sizes = eyes.fitted(sizes, config.drafts)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
     proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
     runners: list[Runner] = []
@@ -164,7 +173,10 @@ def assemble(
             runners.append(make(model, place, sizes, like, proposer))
         else:
             make = DeterministicRunner if config.deterministic else Runner
-            runners.append(make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like))
+            own = {"eyes": eyes.on(place.stages[0].mesh)} if eyes else {}
+            runners.append(
+                make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like, **own)
+            )
     with waiting("compiling", jax.process_index() == 0):
         compile_all(runners, progress)
     engines = [Engine(*pair, tokenizer, stop_ids, adapters) for pair in zip(runners, schedulers, strict=True)]

@@ -19,6 +19,7 @@ from shardlm.serve.adapters import Ready, load
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, RequestTimes, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
+from shardlm.serve.pictures import check_pictures, turns_of
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.recovery import Recovery
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
@@ -29,6 +30,8 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
 from shardlm.serve.started import Started
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.picture import Placed
+from shardlm.vision.sight import Sight
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,11 @@ class Engine:
         """Tokens of prompt and reply together."""
         return self.scheduler.config.max_model_len
 
+    @property
+    def sight(self) -> Sight | None:
+        """How the model sees; None where it reads text alone."""
+        return self.runner.eyes and self.runner.eyes.sight
+
     # Requests.
 
     def add(
@@ -86,10 +94,12 @@ class Engine:
         adapter: str = "",
         embed: bool = False,
         form: ReplyForm | None = None,
+        pictures: Sequence[Placed] = (),
     ) -> None:
         """A request for params.n replies or, with `embed` and max_tokens=0, for the embedding of the prompt. `form`:
-        that of `params`, where it was compiled before; `adapter`: the name of one that is loaded. Raises ShardlmError
-        for what cannot be served; nothing is added then. Raises EngineError where the engine ended."""
+        that of `params`, where it was compiled before; `adapter`: the name of one that is loaded; `pictures`: what some
+        tokens of the prompt stand for. Raises ShardlmError for what cannot be served; nothing is added then. Raises
+        EngineError where the engine ended."""
         if self.ended is not None:
             raise self.ended
         if not embed:
@@ -99,7 +109,9 @@ class Engine:
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
         number, salt = self.adapters.of(adapter).number, self.adapters.salted(salt, adapter)
-        options = {"priority": priority, "salt": salt, "adapter": number}
+        check_pictures(self.sight, pictures, params)
+        options = {"priority": priority, "salt": salt, "adapter": number, "pictures": pictures}
+        options["turns"] = turns_of(self.sight, len(prompt), pictures)
         form = form or self.compile_form(params)
         output = RequestOutput(id, text, list(prompt), None, [], False, metrics=RequestTimes())
         group = Group(output, [], embed)

@@ -52,6 +52,8 @@ class EngineConfig:
     max_loras               at once, at least as many as lora_modules
     max_lora_rank           of each; None: the largest of lora_modules, at least 16
     lora_modules            adapters that are loaded at first, by name: folders of PEFT or runs with lora.rank
+    limit_mm_per_prompt     images that a prompt may have, {"image": n}; None: as many as max_model_len has room for; 0:
+                            the encoder of a model that sees is not loaded
     """
 
     mesh: MeshSpec = MeshSpec()
@@ -75,6 +77,7 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int | None = None
     lora_modules: Mapping[str, str | os.PathLike] = dataclasses.field(default_factory=dict)
+    limit_mm_per_prompt: Mapping[str, int] | None = None
 
     def __post_init__(self):
         check_types(self)
@@ -125,6 +128,11 @@ class EngineConfig:
                 f"mesh {self.mesh}: {', '.join(split)} does not split a model that is served; give its devices to "
                 "tensor, expert, pipeline or data"
             )
+
+    @property
+    def max_images(self) -> int | None:
+        """Of a prompt; None: no limit of their own."""
+        return None if self.limit_mm_per_prompt is None else self.limit_mm_per_prompt.get("image")
 
     @property
     def room(self) -> Room:

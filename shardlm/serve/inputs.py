@@ -9,6 +9,7 @@ import numpy as np
 from shardlm.ops.batch_sampling import Edits, RowSettings
 from shardlm.ops.penalties import counts_of
 from shardlm.serve.batch import Row
+from shardlm.serve.image_rows import image_rows
 from shardlm.serve.memory_copies import COPIES
 from shardlm.serve.programs import ChunkRows, DecodeRows
 from shardlm.serve.request import Request
@@ -16,17 +17,19 @@ from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.settings import RequestSettings
 from shardlm.serve.snapshots import Copies
 from shardlm.serve.state import no_edits
+from shardlm.vision.sight import Sight
 
 MASKS = 8  # rows of grammars' masks that one call sets
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Of one runner. vocab: tokens there are. drafts: whether decoding verifies drafts."""
+    """Of one runner. vocab: tokens there are. drafts: whether decoding verifies drafts. sight: of a model that sees."""
 
     config: RunnerConfig
     vocab: int
     drafts: bool
+    sight: Sight | None = None
 
     def decode_rows(self, rows: Sequence[tuple[Row, np.ndarray]], size: int) -> DecodeRows:
         """Of rows with their part of the page table [groups, width]."""
@@ -36,8 +39,10 @@ class Inputs:
             fill_pages(where[i, 3:], pages, row.request)
         return DecodeRows(where)
 
-    def chunk_rows(self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int]) -> ChunkRows:
-        """The same with the settings of their requests."""
+    def chunk_rows(
+        self, rows: Sequence[tuple[Row, np.ndarray, RequestSettings]], size: tuple[int, int], whole: bool = False
+    ) -> ChunkRows:
+        """The same with the settings of their requests; for a program of the kind `whole` (runner_config.py)."""
         where, tokens, targets = self.padding(size[0], 6), np.zeros(size, np.int32), np.zeros(size, np.int32)
         for i, (row, pages, settings) in enumerate(rows):
             scored = settings.params.prompt_logprobs is not None
@@ -46,7 +51,9 @@ class Inputs:
             tokens[i, : len(row.tokens)] = row.tokens
             following = row.request.tokens[row.start + 1 : row.end + 1]
             targets[i, : len(following)] = following
-        return ChunkRows(where, tokens, targets, *sampling([settings for _, _, settings in rows], size[0]))
+        sampled = sampling([settings for _, _, settings in rows], size[0])
+        seen = image_rows(self.sight, [row for row, _, _ in rows], size, whole)
+        return ChunkRows(where, tokens, targets, *sampled, **seen)
 
     def padding(self, rows: int, first: int) -> np.ndarray:
         """int32 [rows, first + W + 1], what describes rows, all of them the slot for padding."""

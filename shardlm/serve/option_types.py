@@ -20,6 +20,17 @@ _OPTIONAL |= {"max_lora_rank"}  # None is their default
 LARGEST = 2**31 - 1  # what an integer on the device holds
 
 
+def check_limits(limits: Any) -> None:
+    """Raises ShardlmError where limit_mm_per_prompt is no mapping of "image" to a count."""
+    if limits is None:
+        return
+    fits = isinstance(limits, Mapping) and all(is_integer(n) and n >= 0 for n in limits.values())
+    if not fits or set(limits) - {"image", "video", "audio"} or any(limits.get(name) for name in ("video", "audio")):
+        raise ShardlmError(
+            f'limit_mm_per_prompt={limits!r}; give {{"image": n}} with n of at least 0: images alone are read'
+        )
+
+
 def check_types(config: Any) -> None:
     """Raises ShardlmError for the first option of an EngineConfig of a wrong type, or for a count that no device has
     room for."""
@@ -44,6 +55,7 @@ def check_types(config: Any) -> None:
     real = isinstance(size, numbers.Real) and not isinstance(size, bool)
     if size is not None and not (real and 0 < size < math.inf):
         raise ShardlmError(f"kv_offloading_size={size!r} must be a number of GiB above 0")
+    check_limits(config.limit_mm_per_prompt)
     modules = config.lora_modules
     if not isinstance(modules, Mapping) or not all(
         isinstance(name, str) and name and is_path(path) for name, path in modules.items()

@@ -69,7 +69,6 @@ MEANINGLESS = (
         "kv_offloading_backend",
         "load_format",
         "async_scheduling",
-        "limit_mm_per_prompt",
         "compilation_config",
         "tokenizer_mode",
     ),

@@ -27,18 +27,30 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.host_pages import BUNDLE, HostPages, Key
 from shardlm.serve.page_groups import PageGroups
 from shardlm.serve.snapshots import Snapshots
+from shardlm.vision.picture import Placed
 
 _DIGEST = 16  # bytes of a page's hash: a collision would show one user another's text
 
 
-def extend_hashes(hashes: list[bytes], tokens: array, num_tokens: int, page_size: int, salt: str = "") -> None:
-    """Appends to `hashes` those that it lacks of the full pages among the first `num_tokens` of `tokens`, an array "i".
+def extend_hashes(
+    hashes: list[bytes],
+    tokens: array,
+    num_tokens: int,
+    page_size: int,
+    salt: str = "",
+    pictures: Sequence[Placed] = (),
+) -> None:
+    """Appends to `hashes` those that it lacks of the full pages among the first `num_tokens` of `tokens`, an array "i",
+    some of which stand for `pictures`.
 
     Requests of different `salt` never share a page.
     """
     parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=_DIGEST).digest()
     for start in range(len(hashes) * page_size, num_tokens - page_size + 1, page_size):
         page = tokens[start : start + page_size].tobytes()
+        for one in pictures:
+            if one.start < start + page_size and start < one.end:
+                page += one.picture.digest + (start - one.start).to_bytes(8, "little", signed=True)
         parent = hashlib.blake2b(parent + page, digest_size=_DIGEST).digest()
         hashes.append(parent)
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from shardlm.layers.context import Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged import Paged
+from shardlm.layers.seen import Seen
 from shardlm.models.transformer import Transformer
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled, log_normaliser, rank_of, sample_rows
 from shardlm.ops.delta_rows import Rows
@@ -20,6 +21,7 @@ from shardlm.ops.penalties import TokenCounts, count_tokens, set_rows
 from shardlm.serve.sampling_params import MAX_LOGPROBS
 from shardlm.serve.state import ServeState, Slots, put, take
 from shardlm.state import ModelDef
+from shardlm.vision.encoder import Encoder
 
 WHOLE = PartitionSpec()
 SCORED_AT_ONCE = 32  # positions of each row whose logits are there at one time
@@ -48,6 +50,10 @@ class ChunkRows:
     tokens    int32 [R, C]
     targets   int32 [R, C], the token that follows each, where scores are wanted
     settings, edits, told  of the row's request, which its slot takes over (state.py)
+    seen      int32 [R, C], which of the state's vectors each token stands for, -1: none; None: the model does not see
+    turns     int32 [R, C, 3], where each token is on three axes, and shift int32 [R], of the tokens after them; None:
+              it has one
+    until     int32 [R, C], the last position that each token sees; None: its own
     """
 
     where: jax.Array
@@ -56,6 +62,10 @@ class ChunkRows:
     settings: RowSettings
     edits: Edits
     told: jax.Array
+    seen: jax.Array | None = None
+    turns: jax.Array | None = None
+    shift: jax.Array | None = None
+    until: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +107,7 @@ def decode(
         active = i < samples
         position = start + i
         read = (table, own.last, position, active, adapter, slot)
-        lm, hidden, pages = hidden_of_one(model, layout, params, pages, *read)
+        lm, hidden, pages = hidden_of_one(model, layout, params, pages, *read, shift=own.shift)
         sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
@@ -140,12 +150,31 @@ def chunk(
     `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole);
     `parts`: they may (Paged.parts)."""
     positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole, parts)
+    ctx = dataclasses.replace(ctx, seen=seen_by(state, rows), turns=rows.turns, until=rows.until)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
-    read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, ctx, rows.tokens, positions, hidden)
+    plain = dataclasses.replace(
+        ctx, seen=None, turns=None, until=None
+    )  # a proposer sees no images, in decoding neither
+    read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, plain, rows.tokens, positions, hidden)
     drafts = also(state.drafts, read)
-    return ServeState(pages, slots, drafts), *found
+    return dataclasses.replace(state, pages=pages, slots=slots, drafts=drafts), *found
+
+
+def seen_by(state: ServeState, rows: ChunkRows) -> Seen | None:
+    """What the tokens of chunks are that stand for images."""
+    if state.vectors is None:
+        return None
+    return Seen(take(state.vectors, jnp.maximum(rows.seen, 0)), rows.seen >= 0)
+
+
+def look(encoder: Encoder, params, state: ServeState, inputs: dict[str, jax.Array], count, places) -> ServeState:
+    """One image, in `count` patches (int32) of what `inputs` [P, ...] hold, is read: its vectors are in these places of
+    the state's, int32 [P // merged], those that are none nowhere."""
+    vectors = encoder(params, inputs, count).astype(state.vectors.dtype)
+    where = jnp.where(places < 0, len(state.vectors), places)
+    return dataclasses.replace(state, vectors=state.vectors.at[where].set(vectors, mode="drop"))
 
 
 def chunk_context(
@@ -169,6 +198,7 @@ def chunk_end(lm: Transformer, slots: Slots, rows: ChunkRows, hidden: jax.Array)
         settings=put(slots.settings, slot, rows.settings),
         edits=put(slots.edits, slot, rows.edits),
         told=slots.told.at[slot].set(rows.told),
+        shift=None if slots.shift is None else slots.shift.at[slot].set(rows.shift),
     )
     sampled, own = sampled_of(logits, take(slots, slot), start + length, samples > 0)
     score = jax.jit(lambda: _scores(lm, hidden, rows.targets), inline=True)  # traced once for its types and the branch
@@ -234,14 +264,21 @@ def hidden_of_one(
     slot=None,
     rows: Rows = "known",
     sure=None,
+    shift=None,
 ):
     """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
     position = jnp.where(active, position, 0)
     of_rows = {"adapter": adapter, "slot": slot, "rows": rows, "sure": sure}
     ctx = Paged.make(table, active[:, None], layout, model.execution, **of_rows)
+    ctx = dataclasses.replace(ctx, turns=shifted(position[:, None], shift))
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages
+
+
+def shifted(positions: jax.Array, shift: jax.Array | None) -> jax.Array | None:
+    """Where tokens after images turn, int32 [B, T], which are at positions [B, T] and so far from there, [B]."""
+    return None if shift is None else positions + shift[:, None]
 
 
 def sampled_of(logits, own: Slots, position, active) -> tuple[Sampled, Slots]:

@@ -27,6 +27,7 @@ from shardlm.serve.reply_form import ReplyForm
 from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.started import Started
+from shardlm.vision.picture import Placed
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class EngineGroup:
         first = self.engines[0]
         self.scheduler, self.adapters = first.scheduler, first.adapters
         self.tokenizer, self.stop_ids, self.max_model_len = first.tokenizer, first.stop_ids, first.max_model_len
-        self.pooling = first.pooling
+        self.pooling, self.sight = first.pooling, first.sight
         self._places: dict[str, _Place] = {}
         self._weights = [0] * len(self.engines)
         self._out: dict[int, _Out] = {}
@@ -90,28 +91,32 @@ class EngineGroup:
         *,
         salt: str = "",
         adapter: str = "",
+        pictures: Sequence[Placed] = (),
         **options: Any,
     ) -> None:
         """As Engine.add, to the replica that `route` chooses."""
         if id in self._places:
             replica, missing = self._places[id].replica, 0
         else:
-            replica, missing = self.route(prompt, params, self.adapters.salted(salt, adapter))
-        self.engines[replica].add(id, prompt, params, salt=salt, adapter=adapter, **options)
+            replica, missing = self.route(prompt, params, self.adapters.salted(salt, adapter), pictures)
+        options |= {"salt": salt, "adapter": adapter, "pictures": pictures}
+        self.engines[replica].add(id, prompt, params, **options)
         self._enter(id, replica, missing + REPLY_WEIGHT * params.n)
 
     def _enter(self, id: str, replica: int, weight: int) -> None:
         self._places[id] = _Place(replica, weight)
         self._weights[replica] += weight
 
-    def route(self, prompt: Sequence[int], params: SamplingParams, salt: str = "") -> tuple[int, int]:
+    def route(
+        self, prompt: Sequence[int], params: SamplingParams, salt: str = "", pictures: Sequence[Placed] = ()
+    ) -> tuple[int, int]:
         """(the replica that has the least to do with this prompt in it, tokens of the prompt that it lacks)."""
         cut = max(0, len(prompt) - (params.truncate_prompt_tokens or len(prompt)))
         hashes: list[bytes] = []
         if params.prompt_logprobs is None:
             with contextlib.suppress(TypeError, OverflowError):  # a prompt that Engine.add refuses
                 own = array("i", prompt[cut:])
-                extend_hashes(hashes, own, len(own) - 1, self.scheduler.pages.page_size, salt)
+                extend_hashes(hashes, own, len(own) - 1, self.scheduler.pages.page_size, salt, pictures)
         found = [engine.scheduler.pages for engine in self.engines]
         missing = [len(prompt) - cut - pages.find(hashes) * pages.page_size for pages in found]
         best = min(self._up or [0], key=lambda i: (missing[i] + self._weights[i], i))

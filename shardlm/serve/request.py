@@ -6,8 +6,11 @@ import sys
 from array import array
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from shardlm.errors import ShardlmError
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.vision.picture import Placed
 
 UNBOUNDED = sys.maxsize
 
@@ -45,6 +48,7 @@ class Request:
     __slots__ = (
         # What was asked for.
         *("id", "params", "priority", "salt", "adapter", "tokens", "prompt_len", "truncated"),
+        *("pictures", "turns", "shift"),
         *("eos_ids", "stop_ids"),
         # Where it stands.
         *("turn", "came", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh"),
@@ -63,16 +67,22 @@ class Request:
         salt: str = "",
         adapter: int = 0,
         lockstep: bool = False,
+        pictures: Sequence[Placed] = (),
+        turns: tuple[np.ndarray, int] | None = None,
     ):
         """`eos_ids` end the reply unless `params.ignore_eos`. A lower `priority` runs earlier. Only requests of equal
         `salt` share pages. `adapter`: its number (adapters.py). With `lockstep` the host sees each token before the
-        next is sampled, unless it sets `bound`. Raises ShardlmError for an empty prompt."""
+        next is sampled, unless it sets `bound`. `pictures`: those in the prompt; `turns`: where tokens of the prompt
+        are on three axes, int32 [prompt, 3], and how far from its place the first after it is, where models rotate by
+        these. Raises ShardlmError for an empty prompt."""
         if not len(prompt):
             raise ShardlmError("the prompt has no tokens; give at least one")
         self.id, self.params, self.priority, self.salt, self.adapter = id, params, priority, salt, adapter
         self.truncated = max(0, len(prompt) - (params.truncate_prompt_tokens or len(prompt)))  # tokens left out
         self.tokens = array("i", prompt[self.truncated :])  # prompt and reply, as far as known
         self.prompt_len = len(self.tokens)
+        self.pictures = tuple(pictures)
+        self.turns, self.shift = turns or (None, 0)
         self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
         # A grammar's mask depends on each token.
@@ -92,6 +102,14 @@ class Request:
         self.prefill_end = 0  # tokens known when it was admitted: up to here it is prefilled, from here it decodes
         self.page_hashes: list[bytes] = []
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+
+    def turned(self, start: int, end: int) -> np.ndarray:
+        """int32 [end - start, 3]: where these tokens are on three axes."""
+        found = np.repeat(np.arange(start, end, dtype=np.int32)[:, None] + self.shift, 3, axis=1)
+        if self.turns is not None:
+            own = self.turns[start:end]
+            found[: len(own)] = own
+        return found
 
     @property
     def generated(self) -> array:

@@ -21,9 +21,11 @@ from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
+from shardlm.serve.eyes import Eyes, sized
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.host_copies import Bundles, PageCopies, filling, told_of_room
 from shardlm.serve.host_pages import Move
+from shardlm.serve.image_rows import look_inputs
 from shardlm.serve.inputs import Inputs, one
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.memory_copies import NO_COPIES, copier
@@ -50,12 +52,14 @@ class Runner:
         proposer: Proposer | None = None,
         proposer_params: Any = (),
         like: "Runner | None" = None,
+        eyes: Eyes | None = None,
     ):
         """`compile` comes next. With a proposer, decoding verifies its drafts; None for its parameters are the model's
-        own. `like`: a runner of the same model on other devices, whose programs are traced for both."""
+        own. `like`: a runner of the same model on other devices, whose programs are traced for both. `eyes`: the
+        encoder of a model that sees."""
         self.model, self._parts, self.mesh, self.config = model, [params], mesh, config
-        self.proposer, self.proposer_params = proposer, proposer_params
-        self._inputs = Inputs(config, model.config.vocab_size, proposer is not None)
+        self.proposer, self.proposer_params, self.eyes = proposer, proposer_params, eyes
+        self._inputs = Inputs(config, model.config.vocab_size, proposer is not None, eyes and eyes.sight)
         self._makers = self._state_makers()
         self._state = self._shape_of_empty()
         self._launchers = self._make_launchers()
@@ -74,8 +78,8 @@ class Runner:
 
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
         sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
-        make = functools.partial(empty_state, self.model, *sizes, self.proposer.empty if self.proposer else tuple)
-        return (jax.jit(make),)
+        drafts = self.proposer.empty if self.proposer else tuple
+        return (jax.jit(functools.partial(empty_state, self.model, *sizes, drafts, **sized(self.eyes))),)
 
     def _shape_of_empty(self) -> Any:
         """Until `allocate`: XLA tries its kernels out while it compiles, in memory that pages would have taken."""
@@ -148,7 +152,8 @@ class Runner:
         """Key -> (function, example arguments)."""
         work = self._own_shapes() | self._edits() | self._copiers()
         whole = {key: (function, (self._weights, self._state, *rest)) for key, (function, rest) in work.items()}
-        return whole | self._writers() | self._movers()
+        looks = self.eyes.shapes(self._state) if self.eyes else {}
+        return whole | self._writers() | self._movers() | looks
 
     def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
         """Of chunks and steps, (function, example arguments after the weights and the state)."""
@@ -163,7 +168,8 @@ class Runner:
         for rows in config.decode_sizes:
             work["decode", rows] = (decode, (self._inputs.decode_rows((), rows), np.int32(1)))
         for (kind, size), how in config.chunk_programs.items():
-            work[kind, size] = (functools.partial(chunk, **how), (self._inputs.chunk_rows((), size),))
+            example = self._inputs.chunk_rows((), size, kind == "whole")
+            work[kind, size] = (functools.partial(chunk, **how), (example,))
         return work
 
     def _edits(self) -> dict[Any, tuple[Callable, tuple]]:
@@ -260,12 +266,16 @@ class Runner:
             calls += self._decode(batch, decodes)
         for size, group in self._grouped([(n, row) for n, row in numbered if row.tokens is not None]):
             own = [(row, batch.page_table[n], settings[row.request.id]) for n, row in group]
-            begins = all(row.start == 0 for _, row in group)
-            key = "whole" if begins and ("whole", size) in self.config.chunk_programs else "chunk", size
-            made = self._run(key, self._inputs.chunk_rows(own, size))
+            key = "whole" if self._begins([row for _, row in group], size) else "chunk", size
+            made = self._run(key, self._inputs.chunk_rows(own, size, key[0] == "whole"))
             calls.append(Call(tuple(n for n, _ in group), made, chunk=True))
         self._copy(batch.saved)
         return Started(batch, tuple(calls))
+
+    def _begins(self, rows: Sequence[Row], size: tuple[int, int]) -> bool:
+        """Whether nothing is before these chunks, nor after their tokens, that these see, and a program is for that."""
+        both_ways = self.config.whole_images and any(row.seen is not None for row in rows)
+        return not both_ways and all(row.start == 0 for row in rows) and ("whole", size) in self.config.chunk_programs
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:
         size = next(size for size in self.config.decode_sizes if size >= len(decodes))
@@ -342,7 +352,7 @@ class Runner:
         run = self._programs[key]
 
         def call() -> list:
-            made = run(self._weights, self._state, *arguments)
+            made = run(self.eyes.params if key[0] == "look" else self._weights, self._state, *arguments)
             self._state, *found = made if isinstance(made, tuple) else (made,)
             return found
 
@@ -357,6 +367,9 @@ class Runner:
         """What comes before a batch's own programs; arguments as of `start`."""
         self._move(batch.moves)
         self._copy(batch.restored)
+        for look in batch.looks:
+            size = self.eyes.size_of(look.picture.patches)
+            self._run(("look", size), *look_inputs(self.eyes.sight, look, size))
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
         self._allow(masks)

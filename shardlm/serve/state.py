@@ -29,6 +29,8 @@ class Slots:
     told      int8 [S + 1], what is told of tokens besides their log-probability: 1 their rank, 2 other tokens too
     allowed   int32 [S + 1, ceil(V / 32)], tokens that a grammar allows next; -1 everywhere without one
     counts    what was said, where penalties are asked for
+    shift     int32 [S + 1], how far rotations are from the place of a token, after images on three axes; None where the
+              model has none
     """
 
     last: jax.Array
@@ -38,22 +40,32 @@ class Slots:
     told: jax.Array
     allowed: jax.Array
     counts: TokenCounts
+    shift: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ServeState:
-    """Donated to every program. `drafts` is what a proposer of drafts keeps (speculation/)."""
+    """Donated to every program. `drafts` is what a proposer of drafts keeps (speculation/); vectors [places, (1 + deep)
+    * D], of the images of prompts that are being read (gallery.py), None where the model does not see."""
 
     pages: Pages
     slots: Slots
     drafts: Any = ()
+    vectors: jax.Array | None = None
 
 
 def empty_state(
-    model: ModelDef, layout: PageLayout, page_size: int, max_rows: int, drafts: Callable[[], Any] = tuple
+    model: ModelDef,
+    layout: PageLayout,
+    page_size: int,
+    max_rows: int,
+    drafts: Callable[[], Any] = tuple,
+    vectors: tuple[int, int] | None = None,
+    axes: bool = False,
 ) -> ServeState:
-    """Inside jit, under the model's mesh. `drafts` makes a proposer's part."""
+    """Inside jit, under the model's mesh. `drafts` makes a proposer's part; `vectors`: their shape; `axes`: whether
+    tokens have positions on three."""
     rows, vocab = max_rows + 1, model.config.vocab_size
     slots = Slots(
         last=jnp.zeros(rows, jnp.int32),
@@ -63,8 +75,10 @@ def empty_state(
         told=jnp.zeros(rows, jnp.int8),
         allowed=jnp.full((rows, -(-vocab // 32)), -1, jnp.int32),
         counts=empty_counts(rows, vocab),
+        shift=jnp.zeros(rows, jnp.int32) if axes else None,
     )
-    return ServeState(make_pages(model, layout, page_size), slots, drafts())
+    seen = jnp.zeros(vectors, model.execution.dtype) if vectors else None
+    return ServeState(make_pages(model, layout, page_size), slots, drafts(), seen)
 
 
 def no_edits(rows: int) -> Edits:

@@ -1,11 +1,14 @@
 """An image as a model's encoder reads it, and its place in a prompt. No jax."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from shardlm.errors import ShardlmError
+
+_NONE: Mapping = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,23 +52,32 @@ class Placed:
 
 
 def expanded(
-    ids: Sequence[int], pictures: Sequence[Picture], token: int, vector: int, tokens_of
+    ids: Sequence[int],
+    pictures: Sequence[Picture],
+    token: int,
+    vector: int,
+    tokens_of: Callable[[Picture], Sequence[int]],
+    joins: Mapping[tuple[int, int], int] = _NONE,
 ) -> tuple[list[int], tuple[Placed, ...]]:
     """A prompt in which each `token` stands for the next of `pictures`, with all tokens of theirs: (ids, where the
-    pictures are). `tokens_of(picture)` are those in its place, of which those that are `vector` take its vectors.
-    Raises ShardlmError where there are more or fewer pictures than places for them."""
+    pictures are). `tokens_of(picture)` are those in its place, of which those that are `vector` take its vectors;
+    `joins`: (a token, the next) -> the one that stands for both, where one of a picture's is beside another. Raises
+    ShardlmError where there are more or fewer pictures than places for them."""
     if (count := sum(id == token for id in ids)) != len(pictures):
         raise ShardlmError(
             f"the prompt has places for {count} images and comes with {len(pictures)}; give as many images as it has "
             "image tokens"
         )
     found, placed, left = [], [], iter(pictures)
+    after = False  # a picture
     for id in ids:
-        if id != token:
-            found.append(int(id))
+        own = [int(id)] if id != token else tokens_of(picture := next(left))
+        if (after or id == token) and found and (found[-1], own[0]) in joins:
+            found[-1], own = joins[found[-1], own[0]], own[1:]
+        after, start = id == token, len(found)
+        if not after:
+            found += own
             continue
-        picture, start = next(left), len(found)
-        own = tokens_of(picture)
         takes = start + np.flatnonzero(np.asarray(own) == vector).astype(np.int32)
         if len(takes) != picture.vectors:
             raise ShardlmError(f"an image has {picture.vectors} vectors and {len(takes)} tokens that take one")

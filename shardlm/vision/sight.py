@@ -1,12 +1,12 @@
 """What a checkpoint that sees says of it: one value for each family, made from its files."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from shardlm.vision.picture import Picture
+from shardlm.vision.picture import Picture, Placed, expanded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Sight:
              takes: DeepStack (https://arxiv.org/abs/2511.21631). A vector has (1 + deep) * D numbers
     axes     whether tokens have positions on three axes (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1)
     whole    whether the tokens of an image see all of it, those after them too (Gemma 3)
+    joins    (a token, the next): the one that tokenizers write for both, where an image's first or last meets what is
+             beside it
     """
 
     token: int
@@ -37,3 +39,8 @@ class Sight:
     deep: int = 0
     axes: bool = False
     whole: bool = False
+    joins: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+
+    def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
+        """A prompt with all tokens of its pictures (picture.py's `expanded`)."""
+        return expanded(ids, pictures, self.token, self.vector, self.tokens, self.joins)

@@ -103,7 +103,8 @@ def decode(
     own, (found, tally) = take(state.slots, slot), nothing_yet(proposer, B, most)
     going = lambda carry: (carry.step < steps) & jnp.any(rows_of(where, carry.own, carry.tally).room > 0)  # noqa: E731
     end = jax.lax.while_loop(going, step, _Carry(jnp.int32(0), state.pages, state.drafts, own, found, tally))
-    return ServeState(end.pages, keep_slots(state.slots, slot, end.own), end.drafts), end.found, end.tally
+    slots = keep_slots(state.slots, slot, end.own)
+    return dataclasses.replace(state, pages=end.pages, slots=slots, drafts=end.drafts), end.found, end.tally
 
 
 def nothing_yet(proposer: Proposer, B: int, most: int) -> tuple[Sampled, Tally]:
@@ -153,6 +154,7 @@ def _read(model: ModelDef, layout: PageLayout, params, pages: Pages, rows: Rows,
     float32 [B, 1 + K, V] whole on every device, pages)."""
     positions, valid = places(rows.position, rows.room, count, fed.shape[1])
     ctx = Paged.make(rows.table, valid, layout, model.execution, adapter=rows.adapter, slot=rows.slot, rows="drafts")
+    ctx = dataclasses.replace(ctx, turns=programs.shifted(positions, rows.own.shift))
     lm = model.model(params)
     hidden, pages, _ = lm(fed, positions, ctx, pages)
     return hidden, jax.reshard(lm.logits(hidden), WHOLE), pages

@@ -1,0 +1,39 @@
+"""What tokens that stand for images are, instead of what the embedding says of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """vectors [B, T, (1 + deep) * D], of which those of other tokens are anything; at bool [B, T], the tokens that
+    stand for images. The first D numbers take the place of the embedding, the next are added to the stream after the
+    first layers, D after each (DeepStack, https://arxiv.org/abs/2511.21631)."""
+
+    vectors: jax.Array
+    at: jax.Array
+
+    def embedded(self, x: jax.Array) -> jax.Array:
+        """The stream that enters the first block, x [B, T, D], with the images' tokens in it."""
+        own = jax.reshard(self.vectors[..., : x.shape[-1]].astype(x.dtype), jax.typeof(x).sharding.spec)
+        return jnp.where(self._at(x), own, x)
+
+    def after(self, x: jax.Array, layer: jax.Array) -> jax.Array:
+        """The stream x [B, T, D] after the layer of this number, int32 scalar."""
+        D = x.shape[-1]
+        count = self.vectors.shape[-1] // D - 1
+        if not count:
+            return x
+
+        def added(x):
+            own = jax.lax.dynamic_slice_in_dim(self.vectors, D * (1 + layer), D, axis=-1).astype(x.dtype)
+            return x + jnp.where(self._at(x), jax.reshard(own, jax.typeof(x).sharding.spec), 0)
+
+        return jax.lax.cond(layer < count, added, lambda x: x, x)
+
+    def _at(self, x: jax.Array) -> jax.Array:
+        spec = jax.typeof(x).sharding.spec
+        return jax.reshard(self.at[..., None], jax.sharding.PartitionSpec(*spec[:2], None))

@@ -1,0 +1,45 @@
+"""Attention in both directions, among the patches of one image: the reference, and a block of queries at a time, so
+that memory does not grow with the square of the patches."""
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.ops.attention import attend
+
+BLOCK_BYTES = 2**27  # of one block's scores
+
+
+def reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, count: jax.Array, windows: jax.Array | None = None
+) -> jax.Array:
+    """Softmax attention of each patch to all (https://arxiv.org/abs/1706.03762, eq. 1), scores in float32.
+
+    q, k, v [P, N, H]; count int32, the patches that there are, of which the first rows are; windows int32 [P]: a patch
+    attends to those of its own number, None: to all. Returns [P, N, H] in q's dtype; rows from `count` on are any.
+    """
+    return _attend(q, k, v, scale, count, windows, windows)
+
+
+def full_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, count: jax.Array, windows: jax.Array | None = None
+) -> jax.Array:
+    """The same in blocks of queries."""
+    P, N, H = q.shape
+    size = _block(P, N)
+    if size == P:
+        return reference(q, k, v, scale, count, windows)
+    blocks = (q.reshape(P // size, size, N, H), None if windows is None else windows.reshape(-1, size))
+    return jax.lax.map(lambda block: _attend(block[0], k, v, scale, count, block[1], windows), blocks).reshape(P, N, H)
+
+
+def _block(patches: int, heads: int) -> int:
+    """Queries of a block: they divide the patches."""
+    most = max(1, BLOCK_BYTES // (4 * patches * heads))
+    return next(size for size in range(min(most, patches), 0, -1) if patches % size == 0)
+
+
+def _attend(q, k, v, scale, count, of_queries, of_keys) -> jax.Array:
+    seen = jnp.broadcast_to(jnp.arange(k.shape[0]) < count, (q.shape[0], k.shape[0]))
+    if of_keys is not None:
+        seen &= of_queries[:, None] == of_keys[None]
+    return attend(q[None], k[None], v[None], seen[None], scale)[0]

@@ -1,0 +1,52 @@
+"""Whether a model that is opened to be served is to see, and its encoder."""
+
+import logging
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from shardlm.errors import ShardlmError
+from shardlm.hf_files import Folder, holds_weights
+from shardlm.models.pretrained import Pretrained
+from shardlm.opened import Found
+from shardlm.progress_bar import bytes_bar
+from shardlm.serve.engine_config import EngineConfig
+from shardlm.serve.eyes import Eyes
+from shardlm.vision.encoder import Encoder
+from shardlm.vision.registry import sight_of
+from shardlm.vision.sight import Sight
+
+log = logging.getLogger(__name__)
+
+
+def sight_for(found: Found, config: EngineConfig) -> Sight | None:
+    """How a model that was found is to see; None where its text alone is served, which is told of one that could see.
+    Raises ShardlmError where images are asked for that it cannot be shown."""
+    source = found.source
+    here = isinstance(source, Pretrained) and holds_weights(pathlib.Path(source.folder))
+    sight = sight_of(pathlib.Path(source.folder), source.options) if here and config.max_images != 0 else None
+    why = _cannot(config) if sight else "no encoder of it is known here"
+    if sight and not why:
+        return sight
+    if config.max_images:
+        raise ShardlmError(f"limit_mm_per_prompt={dict(config.limit_mm_per_prompt)}: {why}; leave it out")
+    if sight:
+        log.warning("images are not read, as %s: the text of the model is served alone", why)
+    return None
+
+
+def _cannot(config: EngineConfig) -> str:
+    """Why a model that sees is not to; "" where it can."""
+    if config.mesh.pipeline > 1:
+        return f"pipeline={config.mesh.pipeline} has stages"
+    return "deterministic=True reads each token alone" if config.deterministic else ""
+
+
+def open_eyes(sight: Sight, source: Pretrained, dtype: jnp.dtype, embed_dim: int, mesh: Mesh) -> Eyes:
+    """The encoder of a checkpoint, on the devices of one replica."""
+    encoder = Encoder.make(sight.encoder, dtype, mesh)
+    with bytes_bar("reading the encoder of images", jax.process_index() == 0) as progress:
+        params = encoder.load(Folder.open(pathlib.Path(source.folder)), progress)
+    return Eyes(sight, encoder, params, (1 + sight.deep) * embed_dim)

@@ -1,0 +1,94 @@
+"""Makes, loads and calls the part of a checkpoint that sees: a tower of layers over an image's patches, and what brings
+its vectors into the text's width. Families say what it is made of (`Seeing`). Its weights are whole on each device."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlm.hf_files import Folder
+from shardlm.layers.param import Execution, Params
+from shardlm.mesh import MeshSpec
+from shardlm.models.naming import Names
+from shardlm.rules import Rules
+from shardlm.vision import tower_weights
+
+Tree = Any
+
+
+class Seeing(Protocol):
+    """What a family says of its encoder: a frozen dataclass.
+
+    inputs   of each patch, by name: (shape, dtype), as Picture.inputs has them
+    module   makes it. Called with (inputs [P, ...], count int32, execution) it returns [P // merged, width]
+    names    where its weights are in a checkpoint, by path, {layer} in those of stacked ones
+    tensors  which of a checkpoint's tensors are its
+    """
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]: ...
+
+    @property
+    def tensors(self) -> tower_weights.Tensors: ...
+
+    def module(self, params: Params) -> nnx.Module: ...
+
+    def names(self) -> Names: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
+class Encoder:
+    """An encoder without its weights: enough to call it with any of its tree.
+
+    graph   NNX graph definition
+    shapes  tree of jax.ShapeDtypeStruct of its parameters, with their shardings on the mesh
+    layers  by path of a stacked parameter, how many it has
+    """
+
+    config: Seeing
+    execution: Execution
+    graph: nnx.GraphDef
+    shapes: Tree
+    layers: Mapping[tuple, int]
+
+    @classmethod
+    def make(cls, config: Seeing, dtype: jnp.dtype, mesh: Mesh) -> "Encoder":
+        """Traces the constructor without creating anything. Weights are held, and computed with, in `dtype`."""
+        execution = Execution(Rules.make("replicated", MeshSpec()), jnp.dtype(dtype))
+        with jax.set_mesh(mesh):
+            graph, state = nnx.split(nnx.eval_shape(lambda: config.module(Params(None, execution.rules))))
+        whole = NamedSharding(mesh, PartitionSpec())
+        flat = flatten_dict(nnx.to_pure_dict(state))
+        shapes = {path: jax.ShapeDtypeStruct(s.shape, execution.dtype, sharding=whole) for path, s in flat.items()}
+        stacked = {path: v.shape[0] for path, v in nnx.to_flat_state(state) if v.get_metadata("stack_names")}
+        return cls(config, execution, graph, unflatten_dict(shapes), stacked)
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights, on each device."""
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self.shapes))
+
+    def inputs(self, patches: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes that a program for so many patches is called with."""
+        return {name: jax.ShapeDtypeStruct((patches, *own), dtype) for name, (own, dtype) in self.config.inputs.items()}
+
+    def load(self, folder: Folder, progress: Callable[[int, int], None] = lambda done, total: None) -> Tree:
+        """The parameters of a checkpoint. `progress` is called with (bytes read, bytes to read).
+
+        Raises ShardlmError for tensors that are missing, left over, or of another shape, all named.
+        """
+        shapes, names, tensors = flatten_dict(self.shapes), self.config.names(), self.config.tensors
+        return unflatten_dict(tower_weights.load(shapes, self.layers, names, tensors, folder, progress))
+
+    def __call__(self, params: Tree, inputs: Mapping[str, jax.Array], count: jax.Array) -> jax.Array:
+        """The vectors [P // merged, width] of one image; for use inside jit, under the mesh.
+
+        inputs [P, ...], those of a Picture, padded with zeros; count int32, how many patches it has. Vectors of padding
+        are any.
+        """
+        return nnx.merge(self.graph, params)(inputs, count, self.execution)

@@ -1,0 +1,145 @@
+"""Pixels on the way to an encoder: resized, as numbers, in patches; and what a folder says of it. No jax."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from shardlm.errors import ShardlmError
+from shardlm.hf_files import OF_IMAGES
+
+BILINEAR, BICUBIC = 2, 3  # by Pillow's numbers, which files have
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pixels:
+    """How pixels become numbers: resized by Pillow, then (pixel * factor - mean) / std of each colour."""
+
+    mean: tuple[float, ...] = HALF
+    std: tuple[float, ...] = HALF
+    factor: float = 1 / 255
+    resample: int = BICUBIC
+
+    @classmethod
+    def told(cls, told: Mapping[str, Any], **usual: Any) -> "Pixels":
+        """As a folder says (`processing`), `usual` where it says nothing. Raises ShardlmError for steps that are
+        switched off, and for ways of resizing that there are not."""
+        for step in ("do_resize", "do_rescale", "do_normalize"):
+            if told.get(step) is False:
+                raise ShardlmError(
+                    f"the folder prepares images with {step}=false, which is not supported; set it to true, or serve "
+                    'the text alone with limit_mm_per_prompt={"image": 0}'
+                )
+        made = cls(**usual)
+        found = cls(
+            tuple(told.get("image_mean") or made.mean),
+            tuple(told.get("image_std") or made.std),
+            told.get("rescale_factor") or made.factor,
+            made.resample if told.get("resample") is None else told["resample"],
+        )
+        if found.resample not in (BILINEAR, BICUBIC):
+            raise ShardlmError(f"the folder resizes images by resample={found.resample}; supported: 2 and 3")
+        return found
+
+    def resized(self, pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+        """uint8 [H, W, 3] -> uint8 [height, width, 3]."""
+        if pixels.shape[:2] == (height, width):
+            return pixels
+        return np.asarray(Image.fromarray(pixels).resize((width, height), self.resample))
+
+    def numbers(self, pixels: np.ndarray) -> np.ndarray:
+        """uint8 [H, W, 3] -> float32 of the same shape."""
+        mean, std = (np.asarray(a, np.float64) for a in (self.mean, self.std))
+        every = (np.arange(256)[:, None] * self.factor - mean) / std  # of each of 256 values, by colour
+        return np.stack([every[:, colour].astype(np.float32)[pixels[..., colour]] for colour in range(3)], axis=-1)
+
+
+def patches(pixels: np.ndarray, size: int, merge: int = 1) -> np.ndarray:
+    """[rows * size, columns * size, 3] -> [rows * columns, size, size, 3], row by row; with `merge` squares of so many
+    by so many patches, row by row, and inside of each row by row."""
+    height, width, colours = pixels.shape
+    each = size * merge
+    cut = pixels.reshape(height // each, merge, size, width // each, merge, size, colours)
+    return np.ascontiguousarray(cut.transpose(0, 3, 1, 4, 2, 5, 6)).reshape(-1, size, size, colours)
+
+
+def places(rows: int, columns: int, merge: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(row, column) int32 of each patch of a grid, in the order of `patches`."""
+    found = np.indices((rows, columns), np.int32).reshape(2, rows // merge, merge, columns // merge, merge)
+    row, column = found.transpose(0, 1, 3, 2, 4).reshape(2, -1)
+    return row, column
+
+
+def known_by(pixels: np.ndarray, *how: Any) -> bytes:
+    """The digest of an image that is prepared so."""
+    found = hashlib.blake2b(repr((pixels.shape, how)).encode(), digest_size=16)
+    found.update(np.ascontiguousarray(pixels))
+    return found.digest()
+
+
+def program_sizes(most: int, merged: int = 1, least: int = 256) -> tuple[int, ...]:
+    """Patches of an encoder's programs for images of at most so many: each twice the one before, as a program is
+    compiled for each, and the last what `most` needs, in blocks of `least`."""
+    block = least * merged
+    last = -(-most // block) * block if most > block else -(-most // merged) * merged
+    found = [block << i for i in range(max(0, (last // block).bit_length())) if block << i < last]
+    return (*found, last)
+
+
+def processing(folder: pathlib.Path) -> dict[str, Any]:
+    """What a folder says of preparing images: of preprocessor_config.json, and of processor_config.json, in which
+    transformers 5 has the same; empty without them."""
+    own, of_all = (_read(folder / name) for name in OF_IMAGES)
+    inner = of_all.pop("image_processor", None)
+    return own | (inner if isinstance(inner, dict) else {})
+
+
+def edges(told: Mapping[str, Any], usual: Mapping[str, int]) -> dict[str, int]:
+    """The `size` that a folder says, by name of the edge."""
+    size = told.get("size") or usual
+    return {"height": size, "width": size} if isinstance(size, int) else {k: v for k, v in size.items() if v}
+
+
+def token_ids(folder: pathlib.Path, names: Sequence[str]) -> tuple[int, ...]:
+    """The ids of special tokens, by the folder's tokenizer.json or tokenizer_config.json. Raises ShardlmError for one
+    that is in neither."""
+    found = {one["content"]: one["id"] for one in _read(folder / "tokenizer.json").get("added_tokens", [])}
+    decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    found |= {one["content"]: int(id) for id, one in decoder.items() if isinstance(one, dict)}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ShardlmError(
+            f"the tokenizer in {folder} has no token {', '.join(missing)}, which images need; download its "
+            'tokenizer.json again, or serve the text alone with limit_mm_per_prompt={"image": 0}'
+        )
+    return tuple(found[name] for name in names)
+
+
+def newlines(folder: pathlib.Path) -> dict[int, int]:
+    """The tokens of so many line ends, by how many, where the folder's tokenizer.json has one for two. Raises
+    ShardlmError where it has none."""
+    read = _read(folder / "tokenizer.json")
+    vocabulary = read.get("model", {}).get("vocab", {})
+    vocabulary = vocabulary if isinstance(vocabulary, dict) else {piece[0]: id for id, piece in enumerate(vocabulary)}
+    vocabulary = vocabulary | {one["content"]: one["id"] for one in read.get("added_tokens", [])}
+    found = {many: vocabulary["\n" * many] for many in range(1, 64) if "\n" * many in vocabulary}
+    if 2 not in found:
+        raise ShardlmError(f"{folder}/tokenizer.json has no token of two line ends, which stand beside images")
+    return found
+
+
+def _read(file: pathlib.Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ShardlmError(f"{file} is not JSON ({error}); download it again") from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,168 @@
+"""Pixtral's encoder (https://arxiv.org/abs/2410.07073, section 2.1) with Mistral 3's merger of patches: any aspect
+ratio, rotations by rows and columns, rows of tokens with a break after each."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, in_use, normal
+from shardlm.models.naming import Names, Tensor
+from shardlm.models.text_parts import text_config
+from shardlm.ops.swiglu import Activation, activate
+from shardlm.vision.images import processing, program_sizes, token_ids
+from shardlm.vision.options import activation_of, layers_used, vision_options
+from shardlm.vision.pixtral_images import BREAK, END, PixtralImages
+from shardlm.vision.sight import Sight
+from shardlm.vision.tower import (
+    Linear,
+    Patches,
+    Tower,
+    TowerConfig,
+    block_names,
+    linear_names,
+    norm_names,
+    patch_names,
+)
+from shardlm.vision.tower_weights import Tensors
+
+RMS = NormConfig("rms", 1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class PixtralConfig:
+    """tower: its layers, one of `patch` pixels a side; theta of the rotation; merge: patches a side that one vector is
+    made of; width of vectors; eps of the merger's norm; activation and biases of what projects."""
+
+    tower: TowerConfig
+    patch: int
+    theta: float
+    merge: int
+    width: int
+    eps: float
+    activation: Activation
+    bias: bool
+
+    tensors = Tensors(("vision_tower.", "multi_modal_projector."))
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        return {
+            "pixels": ((self.patch, self.patch, 3), np.float32),
+            "rows": ((), np.int32),
+            "columns": ((), np.int32),
+        }
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """Radians a row, then a column, of each rotated pair: float32 [2, H / 4]."""
+        every = self.theta ** -(np.arange(0, self.tower.each, 2) / self.tower.each)
+        return np.stack([every[0::2], every[1::2]]).astype(np.float32)
+
+    def module(self, params: Params) -> nnx.Module:
+        return PixtralEncoder(self, params)
+
+    def names(self) -> Names:
+        projector = "multi_modal_projector"
+        merged = Tensor(f"{projector}.patch_merger.merging_layer.weight", "F (D M) -> M D F")
+        return {
+            **patch_names("patches", "vision_tower.patch_conv", bias=False),
+            **norm_names(RMS, "first_norm", "vision_tower.ln_pre"),
+            **block_names(
+                self.tower,
+                "tower.block",
+                "vision_tower.transformer.layers.{layer}.",
+                attention_norm="attention_norm",
+                mlp_norm="ffn_norm",
+                **{f"w{letter}": f"attention.{letter}_proj" for letter in "qkvo"},
+                **{part: f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            ),
+            **norm_names(RMS, "merger_norm", f"{projector}.norm"),
+            "merger": merged,
+            **linear_names("first", f"{projector}.linear_1", self.bias),
+            **linear_names("second", f"{projector}.linear_2", self.bias),
+        }
+
+
+class PixtralEncoder(nnx.Module):
+    """Patches, tower, merger [M, D, D] of M patches, and two products with an activation between."""
+
+    def __init__(self, config: PixtralConfig, params: Params):
+        D, M = config.tower.width, config.merge**2
+        self.config = config
+        self.patches = Patches(config.patch, 3, D, False, params)
+        self.first_norm = Norm(RMS, D, params)
+        self.tower = Tower(config.tower, params)
+        self.merger_norm = Norm(NormConfig("rms", config.eps), D, params)
+        self.merger = params((M, D, D), (None, "norm", None), normal((M * D) ** -0.5), into=2)
+        self.first = Linear(D, config.width, config.bias, params)
+        self.second = Linear(config.width, config.width, config.bias, params)
+
+    def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
+        x = self.first_norm(self.patches(inputs["pixels"], execution), execution)
+        x, _ = self.tower(x, count, execution, self._sines(inputs["rows"], inputs["columns"]))
+        x = self.merger_norm(x, execution).reshape(-1, self.config.merge**2, x.shape[-1])
+        x = jnp.einsum("pmd,mdf->pf", x, in_use(self.merger, execution))
+        return self.second(activate(self.first(x, execution), self.config.activation), execution)
+
+    def _sines(self, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """float32 [P, 1, H / 2]: half of the pairs turn by row, half by column."""
+        of_row, of_column = self.config.frequencies
+        angles = [rows[:, None] * of_row, columns[:, None] * of_column]
+        angle = jnp.concatenate(angles, axis=-1)[:, None]
+        return jnp.sin(angle), jnp.cos(angle)
+
+
+def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:
+    """Of `model_type` mistral3. None: with another tower than Pixtral's."""
+    told = options["vision_config"]
+    if told.get("model_type", "pixtral") != "pixtral":
+        return None
+    config = _config(options)
+    images = PixtralImages.told(processing(folder), config.patch, config.merge, told.get("image_size") or 1540)
+    token = options.get("image_token_index") or options.get("image_token_id") or 10
+    ends = token_ids(folder, (BREAK, END))
+
+    def tokens(picture) -> list[int]:
+        rows, columns = picture.grid
+        every = ([token] * columns + [ends[0]]) * rows
+        return [*every[:-1], ends[1]]
+
+    most = (images.longest // images.side * config.merge) ** 2
+    return Sight(token, token, images, tokens, program_sizes(most, config.merge**2), config, config.merge**2)
+
+
+def _config(options: Mapping[str, Any]) -> PixtralConfig:
+    own, text = vision_options(options["vision_config"], "pixtral"), text_config(options)
+    width, heads = own("hidden_size", 1024), own("num_attention_heads", 16)
+    tower = TowerConfig(
+        layers=layers_used(own("num_hidden_layers", 24), options.get("vision_feature_layer", -1)),
+        width=width,
+        heads=heads,
+        mlp_dim=own("intermediate_size", 4096),
+        norm=RMS,
+        activation=activation_of(own("hidden_act", "gelu")),
+        gated=True,
+        bias=False,
+        mlp_bias=False,
+    )
+    own.only("head_dim", width // heads)
+    rope = {"rope_theta": own("rope_theta", 10_000.0)} | own("rope_parameters", {})
+    found = PixtralConfig(
+        tower=tower,
+        patch=own("patch_size", 16),
+        theta=float(rope["rope_theta"]),
+        merge=options.get("spatial_merge_size") or 2,
+        width=text["hidden_size"],
+        eps=text.get("rms_norm_eps") or 1e-5,
+        activation=activation_of(options.get("projector_hidden_act") or "gelu"),
+        bias=bool(options.get("multimodal_projector_bias")),
+    )
+    own.finish()
+    return found

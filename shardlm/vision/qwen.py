@@ -1,0 +1,152 @@
+"""The encoders of Qwen's models that see: those of Qwen2-VL (https://arxiv.org/abs/2409.12191, section 2.1), Qwen2.5-VL
+(windows; https://arxiv.org/abs/2502.13923, section 2.1.1), Qwen3-VL (learned positions, DeepStack;
+https://arxiv.org/abs/2511.21631) and Qwen 3.5, which has Qwen3-VL's."""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from shardlm.layers.norm import NormConfig
+from shardlm.layers.param import Params
+from shardlm.models.hf_options import Options
+from shardlm.models.naming import Names
+from shardlm.vision.images import Pixels, processing, program_sizes
+from shardlm.vision.options import activation_of, vision_options
+from shardlm.vision.qwen_images import QwenImages
+from shardlm.vision.qwen_names import qwen_names
+from shardlm.vision.qwen_tower import QwenEncoder
+from shardlm.vision.sight import Sight
+from shardlm.vision.tower import TowerConfig
+from shardlm.vision.tower_weights import Tensors
+
+LAYER, RMS = NormConfig("layer", 1e-6), NormConfig("rms", 1e-6)
+IMAGE = 151_655  # the token, where a config.json does not say
+OF_3_5 = ("qwen3_5", "qwen3_5_moe")
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenConfig:
+    """tower: its layers, on patches of `patch` pixels a side of so many `frames`, which an image repeats; pixels: how
+    bytes become numbers; theta of the rotation; merge: patches a side that one vector is made of; width of vectors.
+    window: squares of a window's side, in which all layers attend but those of `everywhere`; 0: there are none. side:
+    learned positions of a side; 0: there are none. deep: layers whose results are merged too."""
+
+    kind: str
+    tower: TowerConfig
+    pixels: Pixels
+    patch: int
+    frames: int
+    theta: float
+    merge: int
+    width: int
+    window: int = 0
+    everywhere: tuple[int, ...] = ()
+    side: int = 0
+    deep: tuple[int, ...] = ()
+
+    tensors = Tensors(("visual.",))
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        found = {"pixels": ((self.patch, self.patch, 3), np.uint8), "rows": ((), np.int32), "columns": ((), np.int32)}
+        if self.window:
+            found |= {"windows": ((), np.int32), "source": ((), np.int32)}
+        if self.side:
+            found |= {"near": ((4,), np.int32), "shares": ((4,), np.float32)}
+        return found
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """Radians a row, and a column, of each rotated pair of its: float32 [H / 4]."""
+        dim = self.tower.each // 2
+        return (self.theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
+
+    def module(self, params: Params) -> nnx.Module:
+        return QwenEncoder(self, params)
+
+    def names(self) -> Names:
+        return qwen_names(self)
+
+
+def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+    """Of any of the `model_type`s. Raises ShardlmError for options of its tower that there are not."""
+    told = processing(folder)
+    own = vision_options(options["vision_config"], options["model_type"])
+    make = {"qwen2_vl": _of_2, "qwen2_5_vl": _of_2_5}.get(options["model_type"], _of_3)
+    config = make(own, options["model_type"])
+    own.finish()
+    images = QwenImages.told(told, config.patch, config.merge, config.frames, config.window, config.side)
+    config = dataclasses.replace(config, pixels=images.pixels)
+    token, merged = options.get("image_token_id") or IMAGE, config.merge**2
+
+    def tokens(picture) -> list[int]:
+        return [token] * picture.vectors
+
+    sizes = program_sizes(images.most_patches, merged)
+    return Sight(token, token, images, tokens, sizes, config, merged, len(config.deep), axes=True)
+
+
+def _of_2(own: Options, kind: str) -> QwenConfig:
+    width = own("embed_dim", 1280)
+    tower = TowerConfig(
+        layers=own("depth", 32),
+        width=width,
+        heads=own("num_heads", 16),
+        mlp_dim=int(width * own("mlp_ratio", 4)),
+        norm=LAYER,
+        activation=activation_of(own("hidden_act", "quick_gelu")),
+    )
+    return QwenConfig(kind, tower, width=own("hidden_size", 3584), **_common(own, 14))
+
+
+def _of_2_5(own: Options, kind: str) -> QwenConfig:
+    tower = TowerConfig(
+        layers=own("depth", 32),
+        width=own("hidden_size", 3584),
+        heads=own("num_heads", 16),
+        mlp_dim=own("intermediate_size", 3420),
+        norm=RMS,
+        activation=activation_of(own("hidden_act", "silu")),
+        gated=True,
+    )
+    own.aside("tokens_per_second")  # of videos
+    common = _common(own, 14)
+    window = own("window_size", 112) // common["merge"] // common["patch"]
+    everywhere = tuple(own("fullatt_block_indexes", (7, 15, 23, 31)))
+    return QwenConfig(kind, tower, width=own("out_hidden_size", 3584), window=window, everywhere=everywhere, **common)
+
+
+def _of_3(own: Options, kind: str) -> QwenConfig:
+    tower = TowerConfig(
+        layers=own("depth", 27),
+        width=own("hidden_size", 1152),
+        heads=own("num_heads", 16),
+        mlp_dim=own("intermediate_size", 4304),
+        norm=LAYER,
+        activation=activation_of(own("hidden_act", "gelu_pytorch_tanh")),
+    )
+    deep = () if kind in OF_3_5 else (8, 16, 24)
+    if kind in OF_3_5:
+        own.only("deepstack_visual_indexes", None, [])
+    return QwenConfig(
+        kind,
+        tower,
+        width=own("out_hidden_size", 3584),
+        side=math.isqrt(own("num_position_embeddings", 2304)),
+        deep=tuple(own("deepstack_visual_indexes", deep)),
+        **_common(own, 16),
+    )
+
+
+def _common(own: Options, patch: int) -> dict[str, Any]:
+    for name in ("in_channels", "in_chans"):
+        own.only(name, 3)
+    found = {"patch": own("patch_size", patch), "frames": own("temporal_patch_size", 2)}
+    own.only("spatial_patch_size", found["patch"])
+    theta = own("rope_parameters", {}).get("rope_theta", 10_000.0)
+    return found | {"merge": own("spatial_merge_size", 2), "theta": float(theta), "pixels": Pixels()}

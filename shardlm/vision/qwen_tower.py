@@ -1,0 +1,81 @@
+"""The encoder of Qwen's models: patches of frames, a tower, and mergers, each of squares of patches into one vector."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, constant, in_use, normal
+from shardlm.ops.swiglu import activate
+from shardlm.vision.tower import Linear, Tower
+
+
+class QwenEncoder(nnx.Module):
+    """`config` is a qwen.QwenConfig. Weights "patches" (frames, size, size, colours, D) and, with learned positions,
+    "patches_bias" (D,) and "positions" (side * side, D); modules tower, merger and, with DeepStack, "deep", stacked."""
+
+    def __init__(self, config, params: Params):
+        D, patch, merged = config.tower.width, config.patch, config.merge**2
+        self.config = config
+        shape, names = (config.frames, patch, patch, 3, D), (None, None, None, None, "norm")
+        self.patches = params(shape, names, normal((config.frames * 3 * patch**2) ** -0.5), into=4)
+        if config.side:
+            self.patches_bias = params((D,), ("norm",), constant(0.0))
+            self.positions = params((config.side**2, D), (None, "norm"), normal(0.02))
+        self.tower = Tower(config.tower, params)
+        self.merger = Merger(config.tower.norm, D, merged, config.width, False, params)
+        if config.deep:
+            stacked = dataclasses.replace(params, stack=(len(config.deep),))
+            self.deep = Merger(config.tower.norm, D, merged, config.width, True, stacked)
+
+    def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
+        """Inputs as qwen_images.QwenImages makes them; returns [P // merged, (1 + deep) * width]."""
+        config = self.config
+        x = self._embedded(inputs, execution)
+        sines = self._sines(inputs["rows"], inputs["columns"])
+        x, kept = self.tower(x, count, execution, sines, inputs.get("windows"), config.everywhere, config.deep)
+        vectors = self.merger(x, execution)
+        if config.deep:
+            graph, stacked = nnx.split(self.deep)
+            deep = jax.lax.map(lambda one: nnx.merge(graph, one[0])(one[1], execution), (stacked, kept))
+            vectors = jnp.concatenate([vectors, *deep], axis=-1)
+        return vectors[inputs["source"][:: config.merge**2]] if config.window else vectors
+
+    def _embedded(self, inputs: Mapping[str, jax.Array], execution: Execution) -> jax.Array:
+        """[P, D]. Every frame is the image."""
+        told = self.config.pixels
+        pixels = inputs["pixels"].astype(jnp.float32) * told.factor
+        pixels = (pixels - jnp.asarray(told.mean, jnp.float32)) / jnp.asarray(told.std, jnp.float32)
+        weight = in_use(self.patches, execution)
+        x = jnp.einsum("pyxc,tyxcd->tpd", pixels.astype(execution.dtype), weight).sum(0)
+        if not self.config.side:
+            return x
+        near = in_use(self.positions, execution).astype(jnp.float32)[inputs["near"]]
+        places = jnp.einsum("pnd,pn->pd", near, inputs["shares"], precision=jax.lax.Precision.HIGHEST)
+        return x + in_use(self.patches_bias, execution) + places.astype(x.dtype)
+
+    def _sines(self, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """float32 [P, 1, H / 2]: the first half of the pairs turns by row, the second by column."""
+        frequencies = self.config.frequencies
+        angles = [at[:, None].astype(jnp.float32) * frequencies for at in (rows, columns)]
+        angle = jnp.concatenate(angles, axis=-1)[:, None]
+        return jnp.sin(angle), jnp.cos(angle)
+
+
+class Merger(nnx.Module):
+    """x [P, D] -> [P // merged, width]: the norm of each patch, or `together` of those of a square, and two products
+    with a GELU between."""
+
+    def __init__(self, norm: NormConfig, width: int, merged: int, out: int, together: bool, params: Params):
+        self.merged, self.together = merged, together
+        self.norm = Norm(norm, width * merged if together else width, params)
+        self.first = Linear(width * merged, width * merged, True, params)
+        self.second = Linear(width * merged, out, True, params)
+
+    def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
+        square = (x.shape[0] // self.merged, -1)
+        x = self.norm(x.reshape(square), execution) if self.together else self.norm(x, execution).reshape(square)
+        return self.second(activate(self.first(x, execution), "gelu"), execution)

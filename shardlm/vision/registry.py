@@ -1,0 +1,26 @@
+"""The families that see, by the `model_type` of config.json."""
+
+import importlib
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from shardlm.vision.sight import Sight
+
+FAMILIES = {
+    "gemma3": "gemma3",
+    "mistral3": "pixtral",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
+}
+
+
+def sight_of(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:
+    """How a checkpoint sees: from its config.json (`options`) and what its folder says of images and tokens. None: it
+    is a text model, or what sees in it is of no family here, so that its text is served alone.
+
+    Raises ShardlmError for options that its family does not have.
+    """
+    family = FAMILIES.get(options.get("model_type", ""))
+    if family is None or not isinstance(options.get("vision_config"), Mapping):
+        return None
+    return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options)

@@ -1,0 +1,86 @@
+"""SigLIP's encoder (https://arxiv.org/abs/2303.15343): patches of a square, positions that are learned, and a norm at
+the end. What projects its vectors is each family's."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, in_use, normal
+from shardlm.models.hf_options import Options
+from shardlm.models.naming import Names, Tensor
+from shardlm.vision.options import activation_of
+from shardlm.vision.tower import Patches, Tower, TowerConfig, block_names, norm_names, patch_names
+
+
+@dataclasses.dataclass(frozen=True)
+class SiglipConfig:
+    """tower: its layers, one of `patch` pixels a side; positions: how many are learned; last_norm: whether there is one
+    after the last layer."""
+
+    tower: TowerConfig
+    patch: int
+    positions: int
+    last_norm: bool = True
+
+    @classmethod
+    def told(cls, own: Options, side: int) -> "SiglipConfig":
+        """By a vision_config, for squares of `side` pixels; the rest of it is for who asks to finish."""
+        own.aside("vision_use_head")
+        tower = TowerConfig(
+            layers=own("num_hidden_layers", 12),
+            width=own("hidden_size", 768),
+            heads=own("num_attention_heads", 12),
+            mlp_dim=own("intermediate_size", 3072),
+            norm=NormConfig("layer", own("layer_norm_eps", 1e-6)),
+            activation=activation_of(own("hidden_act", "gelu_pytorch_tanh")),
+        )
+        patch = own("patch_size", 16)
+        return cls(tower, patch, (side // patch) ** 2)
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        """As square_images.py makes them."""
+        return {"pixels": ((self.patch, self.patch, 3), np.float32), "positions": ((), np.int32)}
+
+    def names(self, path: str, prefix: str) -> Names:
+        """Of Siglip at `path`; `prefix` is before theirs."""
+        found = {
+            **patch_names(f"{path}.patches", f"{prefix}embeddings.patch_embedding", bias=True),
+            f"{path}.positions": Tensor(f"{prefix}embeddings.position_embedding.weight"),
+            **block_names(
+                self.tower,
+                f"{path}.tower.block",
+                f"{prefix}encoder.layers.{{layer}}.",
+                attention_norm="layer_norm1",
+                mlp_norm="layer_norm2",
+                **{f"w{letter}": f"self_attn.{letter}_proj" for letter in "qkv"},
+                wo="self_attn.out_proj",
+                up="mlp.fc1",
+                down="mlp.fc2",
+            ),
+        }
+        last = norm_names(self.tower.norm, f"{path}.last_norm", f"{prefix}post_layernorm")
+        return found | last if self.last_norm else found
+
+
+class Siglip(nnx.Module):
+    """Patches, "positions" [positions, D], tower and norm: [P, D]."""
+
+    def __init__(self, config: SiglipConfig, params: Params):
+        D = config.tower.width
+        self.patches = Patches(config.patch, 3, D, True, params)
+        self.positions = params((config.positions, D), (None, "norm"), normal(D**-0.5))
+        self.tower = Tower(config.tower, params)
+        if config.last_norm:
+            self.last_norm = Norm(config.tower.norm, D, params)
+
+    def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
+        x = self.patches(inputs["pixels"], execution)
+        x = x + in_use(self.positions, execution)[inputs["positions"]]
+        x, _ = self.tower(x, count, execution)
+        return self.last_norm(x, execution) if hasattr(self, "last_norm") else x

@@ -1,0 +1,193 @@
+"""The layers of an encoder of images: blocks of attention in both directions and a feed-forward layer, each after its
+norm, stacked and run by one scan. What makes patches into vectors before them, and what comes after, is a family's."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardlm.layers.norm import Norm, NormConfig
+from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
+from shardlm.models.naming import Names, Tensor
+from shardlm.ops.full_attention import full_attention
+from shardlm.ops.rope import rotated
+from shardlm.ops.swiglu import Activation, activate, gated
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerConfig:
+    """width D, of which `heads` heads have head_dim each (0: D / heads); `gated` as layers/mlp.py's; bias: whether
+    projections of attention have them, mlp_bias those of feed-forward layers."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp_dim: int
+    head_dim: int = 0
+    norm: NormConfig = NormConfig("layer", 1e-6)
+    activation: Activation = "gelu_tanh"
+    gated: bool = False
+    bias: bool = True
+    mlp_bias: bool = True
+
+    @property
+    def each(self) -> int:
+        """Dimensions of a head."""
+        return self.head_dim or self.width // self.heads
+
+
+class Tower(nnx.Module):
+    """x [P, D] through all layers."""
+
+    def __init__(self, config: TowerConfig, params: Params):
+        self.config = config
+        self.block = TowerBlock(config, dataclasses.replace(params, stack=(config.layers,)))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        count: jax.Array,
+        execution: Execution,
+        sines: tuple[jax.Array, jax.Array] | None = None,
+        windows: jax.Array | None = None,
+        everywhere: Sequence[int] = (),
+        keep: Sequence[int] = (),
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (x after the last layer, [len(keep), P, D]: x after those of `keep`).
+
+        count int32, patches that there are; sines: (sines, cosines) [P, 1, H / 2] that queries and keys are turned by,
+        None: they aren't; windows int32 [P]: patches attend inside of theirs but for the layers of `everywhere`.
+        """
+        graph, stacked = nnx.split(self.block)
+        layers = self.config.layers
+        slot = np.full(layers, len(keep), np.int32)  # past the last: dropped
+        slot[list(keep)] = np.arange(len(keep))
+        whole = np.isin(np.arange(layers), list(everywhere))
+
+        def layer(carry, inputs):
+            x, kept = carry
+            state, slot, whole = inputs
+            own = None if windows is None else jnp.where(whole, 0, windows)
+            x = nnx.merge(graph, state)(x, count, execution, sines, own)
+            return (x, kept.at[slot].set(x, mode="drop") if len(keep) else kept), None
+
+        kept = jnp.zeros((len(keep), *x.shape), x.dtype)
+        (x, kept), _ = jax.lax.scan(layer, (x, kept), (stacked, jnp.asarray(slot), jnp.asarray(whole)))
+        return x, kept
+
+
+class TowerBlock(nnx.Module):
+    """One layer: weights "attention_norm", "wq", "wk" and "wv" (D, N, H), "wo" (N, H, D), "mlp_norm", "gate" and "up"
+    (D, F), "down" (F, D), and where it has biases "bq", "bk", "bv" (N, H), "bo" (D,), "gate_bias", "up_bias" (F,) and
+    "down_bias" (D,)."""
+
+    def __init__(self, config: TowerConfig, params: Params):
+        D, N, H, F = config.width, config.heads, config.each, config.mlp_dim
+        self.config = config
+        self.attention_norm, self.mlp_norm = (Norm(config.norm, D, params) for _ in range(2))
+        for letter in "qkv":
+            params.projection(self, f"w{letter}", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        params.projection(self, "wo", (N, H, D), ("heads", "head_dim", "embed"), normal(D**-0.5), into=2)
+        into = ("gate", "up") if config.gated else ("up",)
+        for name in into:
+            params.projection(self, name, (D, F), ("embed", "mlp"), normal(D**-0.5))
+        params.projection(self, "down", (F, D), ("mlp", "embed"), normal(F**-0.5))
+        if config.bias:
+            for letter in "qkv":
+                setattr(self, f"b{letter}", params((N, H), ("heads", "head_dim"), constant(0.0)))
+            self.bo = params((D,), ("norm",), constant(0.0))
+        if config.mlp_bias:
+            for name in into:
+                setattr(self, f"{name}_bias", params((F,), ("mlp",), constant(0.0)))
+            self.down_bias = params((D,), ("norm",), constant(0.0))
+
+    def __call__(self, x: jax.Array, count, execution: Execution, sines=None, windows=None) -> jax.Array:
+        """x [P, D] -> the same shape; arguments as Tower has them."""
+        x = x + self._attention(self.attention_norm(x, execution), count, execution, sines, windows)
+        return x + self._feed_forward(self.mlp_norm(x, execution), execution)
+
+    def _attention(self, x, count, execution: Execution, sines, windows) -> jax.Array:
+        q, k, v = (_by("pd,dnh->pnh", x, self, f"w{letter}", f"b{letter}", execution) for letter in "qkv")
+        if sines is not None:
+            q, k = (rotated(a, *sines) for a in (q, k))
+        out = full_attention(q, k, v, self.config.each**-0.5, count, windows)
+        return _by("pnh,nhd->pd", out, self, "wo", "bo", execution)
+
+    def _feed_forward(self, x: jax.Array, execution: Execution) -> jax.Array:
+        up = _by("pd,df->pf", x, self, "up", "up_bias", execution)
+        if self.config.gated:
+            up = gated(_by("pd,df->pf", x, self, "gate", "gate_bias", execution), up, self.config.activation)
+        else:
+            up = activate(up, self.config.activation)
+        return _by("pf,fd->pd", up, self, "down", "down_bias", execution)
+
+
+class Linear(nnx.Module):
+    """x [..., D] -> [..., F]; weights "kernel" (D, F) and, with one, "bias" (F,)."""
+
+    def __init__(self, into: int, out: int, bias: bool, params: Params):
+        params.projection(self, "kernel", (into, out), ("embed", "mlp"), normal(into**-0.5))
+        if bias:
+            self.bias = params((out,), ("norm",), constant(0.0))
+
+    def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
+        return _by("pd,df->pf", x, self, "kernel", "bias", execution)
+
+
+class Patches(nnx.Module):
+    """Pixels [P, size, size, colours] -> [P, D]: a convolution whose steps are its size; weights "kernel" (size, size,
+    colours, D) and, with one, "bias" (D,)."""
+
+    def __init__(self, size: int, colours: int, width: int, bias: bool, params: Params):
+        shape, names = (size, size, colours, width), (None, None, None, "norm")
+        self.kernel = params(shape, names, normal((size * size * colours) ** -0.5), into=3)
+        if bias:
+            self.bias = params((width,), ("norm",), constant(0.0))
+
+    def __call__(self, pixels: jax.Array, execution: Execution) -> jax.Array:
+        out = jnp.einsum("pyxc,yxcd->pd", pixels.astype(execution.dtype), in_use(self.kernel, execution))
+        return out + in_use(self.bias, execution) if hasattr(self, "bias") else out
+
+
+def _by(letters: str, x: jax.Array, module: nnx.Module, weight: str, bias: str, execution: Execution) -> jax.Array:
+    y = project(letters, x, module, weight, execution)
+    return y + in_use(getattr(module, bias), execution) if hasattr(module, bias) else y
+
+
+def block_names(config: TowerConfig, path: str, prefix: str, **theirs: str) -> dict[str, Tensor]:
+    """Of the blocks at `path`: what checkpoints have after `prefix`, which ends in a layer's number and a dot. `theirs`
+    by our name: attention_norm, wq, wk, wv, wo, mlp_norm, gate, up and down."""
+    layouts = dict.fromkeys(("wq", "wk", "wv"), "(N H) D -> D N H") | {"wo": "D (N H) -> N H D"}
+    layouts |= dict.fromkeys(("gate", "up"), "F D -> D F") | {"down": "D F -> F D"}
+    found = {}
+    for ours, name in theirs.items():
+        if ours.endswith("norm"):
+            found |= norm_names(config.norm, f"{path}.{ours}", f"{prefix}{name}")
+            continue
+        found[f"{path}.{ours}"] = Tensor(f"{prefix}{name}.weight", layouts[ours])
+        own = ours.replace("w", "b", 1) if ours.startswith("w") else f"{ours}_bias"
+        if config.bias if ours.startswith("w") else config.mlp_bias:
+            of_heads = ours in ("wq", "wk", "wv")
+            found[f"{path}.{own}"] = Tensor(f"{prefix}{name}.bias", "(N H) -> N H" if of_heads else "")
+    return found
+
+
+def norm_names(config: NormConfig, path: str, name: str) -> Names:
+    """Of a norm at `path`."""
+    found = {f"{path}.scale": Tensor(f"{name}.weight")}
+    return found | ({f"{path}.bias": Tensor(f"{name}.bias")} if config.kind == "layer" and config.bias else {})
+
+
+def linear_names(path: str, name: str, bias: bool) -> Names:
+    """Of a Linear at `path`."""
+    found = {f"{path}.kernel": Tensor(f"{name}.weight", "F D -> D F")}
+    return found | ({f"{path}.bias": Tensor(f"{name}.bias")} if bias else {})
+
+
+def patch_names(path: str, name: str, bias: bool) -> Names:
+    """Of Patches at `path`."""
+    found = {f"{path}.kernel": Tensor(f"{name}.weight", "D C Y X -> Y X C D")}
+    return found | ({f"{path}.bias": Tensor(f"{name}.bias")} if bias else {})

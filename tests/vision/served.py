@@ -1,0 +1,100 @@
+"""Small checkpoints that see, opened as users do, and what transformers says to the same prompts and images."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from shardlm import LLM, SamplingParams
+from shardlm.serve.outputs import RequestOutput
+from shardlm.vision.picture import expanded
+
+SIZES = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 4, "block_size": 4, "decode_steps": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model of transformers in a folder. inputs: what it is called with beside the tokens, of images."""
+
+    folder: pathlib.Path
+    model: Any
+    inputs: Callable[[Sequence[np.ndarray]], dict[str, Any]]
+
+
+def with_tokenizer(folder: pathlib.Path, vocab_size: int, special: dict[str, int]) -> None:
+    """A tokenizer of words t0, t1, ... and of special tokens."""
+    vocab = {f"t{i}": i for i in range(vocab_size) if i not in special.values()} | special
+    own = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in special])
+    own.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def drawn(model: Any, seed: int = 0) -> Any:
+    """With weights that make replies of many tokens, and norms that prove something."""
+    import torch
+
+    torch.manual_seed(seed)
+    for name, param in model.named_parameters():
+        if param.ndim > 1:
+            torch.nn.init.normal_(param, 0, param.shape[-1] ** -0.5)
+        elif "norm" in name:
+            torch.nn.init.normal_(param, 1.0, 0.3)
+    return model.eval()
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """The tokens of a reply, and the log-probability of each token of the prompt but the first."""
+
+    reply: list[int]
+    prompt: list[float]
+
+
+def by_transformers(family: Family, ids: Sequence[int], images: Sequence[np.ndarray], count: int) -> Said:
+    """Greedy."""
+    import torch
+
+    inputs = {"input_ids": torch.tensor([ids]), **family.inputs(images)}
+    with torch.no_grad():
+        made = family.model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
+        logprobs = torch.log_softmax(family.model(**inputs).logits[0].float(), -1)
+    return Said(made[0, len(ids) :].tolist(), [logprobs[i, ids[i + 1]].item() for i in range(len(ids) - 1)])
+
+
+Ask = tuple[Sequence[int], Sequence[np.ndarray]]
+
+
+def asked(llm: LLM, asks: Sequence[Ask], count: int = 6, scored: bool = False, **params: Any) -> list[RequestOutput]:
+    """The answers to prompts, in which the image token stands for an image, all at once."""
+    sight, engine, done = llm.engine.sight, llm.engine, {}
+    params = {"temperature": 0, "max_tokens": count, "ignore_eos": True, **params}
+    params |= {"prompt_logprobs": 0} if scored else {}
+    for number, (ids, images) in enumerate(asks):
+        pictures = [sight.prepare(image) for image in images]
+        ids, placed = expanded(ids, pictures, sight.token, sight.vector, sight.tokens)
+        engine.add(str(number), ids, SamplingParams(**params), pictures=placed)
+    while len(done) < len(asks):
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert not any(output.error for output in done.values())
+    return [done[str(number)] for number in range(len(asks))]
+
+
+def replies(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """Their tokens."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def held_to_transformers(family: Family, llm: LLM, asks: Sequence[Ask], count: int = 6, close: float = 1e-4) -> None:
+    """Greedy replies, and log-probabilities of prompts."""
+    for output, (_, images) in zip(asked(llm, asks, count, scored=True), asks, strict=True):
+        theirs = by_transformers(family, output.prompt_token_ids, images, count)
+        ours = [place.chosen.logprob for place in output.prompt_logprobs[1:]]
+        assert np.abs(np.array(ours) - np.array(theirs.prompt)).max() < close
+        assert list(output.outputs[0].token_ids) == theirs.reply

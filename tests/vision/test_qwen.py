@@ -1,0 +1,167 @@
+"""The encoders of Qwen's models against transformers: small random checkpoints, read from their folders."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from seeing import Eyes, close, noise, written
+
+from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
+from shardlm.vision.encoder import Encoder
+from shardlm.vision.registry import sight_of
+
+IMAGE = 90
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MROPE = {"rope_theta": 10_000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
+OF_ALL = {"depth": 4, "num_heads": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+OF_3 = OF_ALL | {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 32, "num_position_embeddings": 36}
+LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# model_type -> (class of its configuration, options of the text beside TEXT, vision_config)
+FAMILIES = {
+    "qwen2_vl": ("Qwen2VL", {}, OF_ALL | {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 32}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {},
+        OF_ALL
+        | {"hidden_size": 48, "intermediate_size": 56, "out_hidden_size": 32, "window_size": 16}
+        | {"fullatt_block_indexes": [1, 3]},
+    ),
+    "qwen3_vl": ("Qwen3VL", {"head_dim": 8}, OF_3 | {"deepstack_visual_indexes": [0, 2]}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {"head_dim": 8, **EXPERTS}, OF_3 | {"deepstack_visual_indexes": [1]}),
+    "qwen3_5": ("Qwen3_5", {"head_dim": 8, **LINEAR}, OF_3),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"head_dim": 8, "shared_expert_intermediate_size": 16, **LINEAR, **EXPERTS},
+        OF_3,
+    ),
+}
+PREPARATION = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 4096}
+SIZES = [(40, 40), (24, 72), (64, 64), (90, 21)]
+
+
+def folder_of(kind: str, path: pathlib.Path):
+    """Writes a small random checkpoint; returns (path, transformers' model)."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    name, own, vision = FAMILIES[kind]
+    ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    text = {**TEXT, **own, "rope_parameters": dict(MROPE)}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=dict(vision), **ids)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and scales too
+    return written(model, path, {}, preprocessor_config=PREPARATION), model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request, tmp_path_factory):
+    """A folder of each family, and transformers' model that wrote it."""
+    return folder_of(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def _theirs(model, path: pathlib.Path, pixels: np.ndarray) -> np.ndarray:
+    """[vectors, (1 + deep) * D]."""
+    import torch
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    images = Qwen2VLImageProcessorPil.from_pretrained(path)
+    found = images(pixels, input_data_format="channels_last", return_tensors="pt")
+    with torch.no_grad():
+        made = model.model.get_image_features(**found)
+    deep = [each[0] for each in getattr(made, "deepstack_features", None) or []]
+    return torch.cat([made.pooler_output[0], *deep], -1).numpy()
+
+
+def test_vectors(made):
+    """Of images of several sizes, by programs for as many patches and for more."""
+    path, model = made
+    eyes = Eyes(path)
+    for size in SIZES:
+        picture, expected = eyes.sight.prepare(noise(*size)), _theirs(model, path, noise(*size))
+        assert expected.shape == (picture.vectors, 32 * (1 + eyes.sight.deep))
+        for patches in {picture.patches, 256}:
+            close(eyes.vectors(picture, patches), expected, 2e-5)
+
+
+def test_vectors_on_a_mesh(made):
+    path, model = made
+    eyes = Eyes(path, MeshSpec(tensor=2))
+    close(eyes.vectors(eyes.sight.prepare(noise(24, 72))), _theirs(model, path, noise(24, 72)), 2e-5)
+
+
+def test_sight(made):
+    path, _ = made
+    sight = sight_of(path, json.loads((path / "config.json").read_text()))
+    picture = sight.prepare(noise(40, 40))
+    assert (sight.token, sight.vector, sight.merged, sight.axes, sight.whole) == (IMAGE, IMAGE, 4, True, False)
+    assert sight.tokens(picture) == [IMAGE] * 25 and sight.sizes[-1] == 256
+
+
+def test_options_that_are_not_known(tmp_path: pathlib.Path):
+    path, _ = folder_of("qwen3_5", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    for option, message in ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes"), ({"spin": 2}, "spin=2"):
+        with pytest.raises(ShardlmError, match=message):
+            sight_of(path, config | {"vision_config": config["vision_config"] | option})
+
+
+# As published with Qwen2-VL 7B, Qwen2.5-VL 7B and Qwen3-VL 4B, and what their files say of preparing images.
+PUBLISHED = {
+    "qwen2_vl": (
+        {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 3584}
+        | {"patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2},
+        {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
+    ),
+    "qwen2_5_vl": (
+        {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+        | {"in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14}
+        | {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2}
+        | {"temporal_patch_size": 2},
+        {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
+    ),
+    "qwen3_vl": (
+        {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1024}
+        | {"in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "qwen3_vl"}
+        | {"num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16}
+        | {"spatial_merge_size": 2, "temporal_patch_size": 2},
+        {"size": {"longest_edge": 16_777_216, "shortest_edge": 65_536}, "patch_size": 16, "temporal_patch_size": 2}
+        | {"merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published(kind: str, tmp_path: pathlib.Path):
+    """The encoder has as many weights as transformers', and takes images of up to 16,384 tokens."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    vision, told = PUBLISHED[kind]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
+    sight = sight_of(tmp_path, {"model_type": kind, "vision_config": vision})
+    encoder = Encoder.make(sight.encoder, jnp.bfloat16, MeshSpec().build(jax.devices()[:1]))
+    name, text, _ = FAMILIES[kind]
+    text = {**TEXT, **text, "rope_parameters": dict(MROPE)}
+    with torch.device("meta"):
+        theirs = getattr(transformers, f"{name}Model")(
+            getattr(transformers, f"{name}Config")(vision_config=dict(vision), text_config=text)
+        )
+    assert encoder.bytes == 2 * sum(a.numel() for a in theirs.visual.parameters())
+    assert (sight.sizes[0], sight.sizes[-1]) == (1024, 65_536) and sight.deep == 3 * (kind == "qwen3_vl")

@@ -1,0 +1,136 @@
+"""Images in prompts, as an engine reads them, against transformers, and beside all else that engines do."""
+
+import numpy as np
+import pytest
+from seeing import noise, written
+from served import SIZES, Family, asked, drawn, held_to_transformers, replies, with_tokenizer
+
+from shardlm import LLM
+from shardlm.errors import ShardlmError
+from shardlm.mesh import MeshSpec
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
+PREPARED = {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 96}}
+IMG = TOKENS["[IMG]"]
+FIRST, SECOND, THIRD = noise(40, 64), noise(24, 24, 1), noise(90, 50, 2)
+ASKS = [
+    ([1, 20, IMG, 21, 22], [FIRST]),
+    ([1, IMG, 23, IMG, 5], [SECOND, THIRD]),
+    ([1, 20, IMG, 21, 33], [FIRST]),
+    ([7, 8, 9], []),
+]
+
+
+def images(given):
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    if not given:
+        return {}
+    processor = PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 8, "width": 8})
+    made = processor(list(given), return_tensors="pt")
+    return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    config = transformers.Mistral3Config(
+        vision_config={
+            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "patch_size": 4, "image_size": 96, "hidden_act": "silu",
+        },
+        text_config={
+            "model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
+            "sliding_window": None, "tie_word_embeddings": False,
+        },
+        image_token_index=IMG, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = drawn(transformers.Mistral3ForConditionalGeneration(config))
+    folder = written(model, tmp_path_factory.mktemp("mistral3"), TOKENS, preprocessor_config=PREPARED)
+    with_tokenizer(folder, 64, TOKENS)
+    return Family(folder, model, images)
+
+
+@pytest.fixture(scope="module")
+def llm(family):
+    return LLM(family.folder, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return replies(asked(llm, ASKS))
+
+
+def test_replies_are_those_of_transformers(family, llm):
+    held_to_transformers(family, llm, ASKS)
+
+
+def test_an_equal_beginning_is_found_and_another_image_is_not(llm, expected):
+    again = asked(llm, ASKS[:1])
+    assert again[0].num_cached_tokens > 20
+    assert replies(again) == expected[:1]
+    other = asked(llm, [(ASKS[0][0], [noise(40, 64, 9)])])
+    assert other[0].num_cached_tokens <= 2 // SIZES["block_size"] * SIZES["block_size"]
+    assert replies(other) != expected[:1]
+
+
+def test_who_is_preempted_reads_its_images_again(family, expected):
+    tight = LLM(family.folder, **SIZES | {"enable_prefix_caching": False}, kv_cache_bytes=70 * 2048)
+    assert replies(asked(tight, ASKS)) == expected
+    more = asked(tight, ASKS * 3, count=24)
+    assert tight.engine.scheduler.preemptions > 0
+    assert [reply[:6] for reply in replies(more)] == expected * 3
+
+
+def test_a_small_gallery_lets_prompts_wait(llm, expected, monkeypatch):
+    gallery = llm.engine.scheduler._holdings.gallery
+    llm.engine.reset_prefix_cache()
+    most = max(llm.engine.sight.prepare(image).vectors for image in (FIRST, SECOND, THIRD))
+    monkeypatch.setattr(gallery, "_free", gallery._free[-most - 12 :])
+    assert replies(asked(llm, ASKS)) == expected
+    assert len(gallery._free) + sum(map(len, gallery._places.values())) == most + 12
+    llm.engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec(tensor=2), MeshSpec(data=2)], ids=str)
+def test_meshes(family, expected, mesh):
+    assert replies(asked(LLM(family.folder, mesh=mesh, **SIZES), ASKS)) == expected
+
+
+def test_drafts_of_ngrams(family, expected):
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    assert replies(asked(LLM(family.folder, speculative_config=drafting, **SIZES), ASKS)) == expected
+
+
+def test_several_replies_share_an_image(llm, expected):
+    [output] = asked(llm, ASKS[:1], n=3, temperature=0)
+    assert [list(one.token_ids) for one in output.outputs] == expected[:1] * 3
+
+
+def test_what_cannot_be_is_refused(family, llm):
+    with pytest.raises(ShardlmError, match="pipeline=2"):
+        LLM(family.folder, mesh=MeshSpec(pipeline=2), limit_mm_per_prompt={"image": 1}, **SIZES)
+    with pytest.raises(ShardlmError, match="truncate_prompt_tokens=4 would cut into images"):
+        asked(llm, ASKS[:1], truncate_prompt_tokens=4)
+    with pytest.raises(ShardlmError, match="places for 1 images and comes with 2"):
+        asked(llm, [([1, IMG], [FIRST, SECOND])])
+    with pytest.raises(ShardlmError, match="give {\"image\": n}"):
+        LLM(family.folder, limit_mm_per_prompt={"video": 1}, **SIZES)
+
+
+def test_text_alone(family, expected):
+    blind = LLM(family.folder, limit_mm_per_prompt={"image": 0}, **SIZES)
+    assert blind.engine.sight is None
+    [output] = blind.generate([{"prompt_token_ids": ASKS[3][0]}], None)[:1]
+    assert len(output.prompt_token_ids) == 3
+
+
+def test_nothing_is_left_behind(llm):
+    assert llm.engine.stats().num_running == 0
+    gallery = llm.engine.scheduler._holdings.gallery
+    assert not gallery._held and not gallery._readers
+    places = np.concatenate([np.array(gallery._free, np.int32), *gallery._places.values()])
+    assert sorted(places.tolist()) == list(range(gallery.size))
