@@ -1,7 +1,7 @@
 """Conversations with images, by templates of every kind: each image has one place, and texts have none."""
 
 import pytest
-from seeing import LISTS, PAD, PARTS, TOOLS, WORDS, part, picture, text
+from seeing_llm import LISTS, PAD, PARTS, TOOLS, WORDS, part, picture, text
 
 from shardlm.chat import ChatTemplate
 from shardlm.serve.image_parts import BadMessage, images_in

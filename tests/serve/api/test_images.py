@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from client import Client, error
-from seeing import PAD, TOOLS, WORDS, SeeingLLM, data_url, part, picture, seen, text
+from seeing_llm import PAD, TOOLS, WORDS, SeeingLLM, data_url, part, picture, seen, text
 from sockets import listens
 
 from shardlm.errors import ShardlmError
