@@ -67,9 +67,11 @@ class Images:
         or fewer places for images than there are."""
         return self.sight.expanded(ids, pictures)
 
-    def read(self, ids: Sequence[int], images: Sequence[Any], most: int) -> tuple[list[int], tuple[Placed, ...]]:
+    def read(self, ids: Sequence[int], images: Sequence[Any], most: int) -> tuple[Sequence[int], tuple[Placed, ...]]:
         """As `placed`, of images that are still to be prepared. Raises ShardlmError, and PromptTooLong as soon as
         there are above `most` tokens."""
+        if not images and self.sight.token not in ids:  # as most prompts are
+            return ids, ()
         self.check_count(len(images))
         pictures, tokens = [], 0
         for number, image in enumerate(images, 1):

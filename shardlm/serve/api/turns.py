@@ -1,5 +1,6 @@
 """The model's turn in a conversation, without its shape in an answer: what chat and responses have in common."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
@@ -149,8 +150,9 @@ async def prompt_length(call: Call, request: ChatRequest, any_length: bool = Fal
     """Tokens of a request's prompt. Raises ApiError, and unless it is to be counted at `any_length` PromptTooLong where
     it is too long for sure."""
     tokens = await _encoded(call, request, await _text(call, request, _tools(call, request)), any_length)
-    images, pictures = call.service.llm.images, await pictures_of(call, request.messages)
-    return len(images.placed(tokens, pictures)[0] if pictures else tokens)
+    if pictures := await pictures_of(call, request.messages):
+        tokens, _ = await asyncio.to_thread(call.service.llm.images.placed, tokens, pictures)
+    return len(tokens)
 
 
 def _tools(call: Call, request: ChatRequest) -> Tools:

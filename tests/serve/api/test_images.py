@@ -89,7 +89,7 @@ def test_openais_client(served):
         )
         assert response.output_text == REPLY and response.usage.input_tokens > 8
         check(llm, "system\nLook.", f"user\nwhat is it?{WHOLE}<|im_end|>")
-        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: .* it is none of PNG"):
+        with pytest.raises(openai.BadRequestError, match=r"image 1 of 1: .* it is none of PNG"):
             client.chat.completions.create(model="fake", messages=user(part(b"GIF8?")))
         assert client.models.list().data[0].capabilities["vision"] is True
 
@@ -290,7 +290,14 @@ def test_addresses(tmp_path, monkeypatch):
         told = error(
             client.post(CHAT, {"messages": [{"role": "system", "content": "s"}, *user(text("a"), wrong)]}), 400
         )
-        assert words in told["message"] and told["param"] == "messages[1].content[1]"
+        assert words in told["message"]
+        assert told["param"] == ("messages[1].content[1]" if "without" in words else "messages")
+    asks = {"instructions": "s", "input": user({"type": "input_text", "text": "a"}, {"type": "input_image"})}
+    told = error(client.post("/v1/responses", asks), 400)
+    assert "without an address" in told["message"] and told["param"] == "input[0].content[1]"
+    asks = {"instructions": "s", "input": user({"type": "input_image", "image_url": "a.png"})}
+    told = error(client.post("/v1/responses", asks), 400)
+    assert told["message"].startswith("image 1 of 1: ") and told["param"] == "input"
 
 
 def test_of_what_is_prompts_in_memory(llm):
