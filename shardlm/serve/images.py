@@ -4,6 +4,7 @@ sends it, and their tokens in a prompt. No jax."""
 import collections
 import concurrent.futures
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from shardlm.vision.sight import Sight
 
 KEPT = 2**30  # bytes of prepared images; one of a megapixel has 5 to 12 MB
 # At once. One may take a few hundred megabytes while it is unpacked, and tens of milliseconds of a core.
-THREADS = 4
+THREADS = max(2, min(8, os.cpu_count() or 1))
 
 
 class Images:

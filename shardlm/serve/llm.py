@@ -74,7 +74,7 @@ class LLM:
         check_seed(seed)
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
-        self._media = MediaRules(tuple(allowed_media_domains or ()), os.fspath(allowed_local_media_path or ""))
+        self._media = MediaRules.of(allowed_media_domains, allowed_local_media_path)
         # What can be refused of texts is, before minutes go into weights and programs.
         self.folder = describe(model).folder
         self.tokenizer = Tokenizer.load(self.folder)
@@ -129,7 +129,7 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation or to several, by the checkpoint's chat template or by the text of another."""
-        if others.get("chat_template_content_format") in ("auto", "string"):
+        if others.get("chat_template_content_format") in ("auto", "string", "openai" if self._images else None):
             del others["chat_template_content_format"]
         refuse("LLM.chat", others, ("messages", "chat_template", "tools", "chat_template_kwargs"), CALLS)
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)

@@ -19,7 +19,6 @@ from shardlm.serve.images import Images
 from shardlm.serve.media import MediaRules
 from shardlm.vision.read import pixels_of
 
-ollama = pytest.importorskip("ollama", reason="needs ollama, of the extra test")
 CHAT = "/v1/chat/completions"
 ONE, TWO = picture(), picture(16, 16, 7)
 WHOLE, SMALL = (f"<|vision_start|>{seen(*tiles)}<|vision_end|>" for tiles in ((2, 3), (1, 1)))
@@ -137,13 +136,15 @@ def test_anthropics_client(served):
 
 
 def test_ollamas_client(served):
+    ollama = pytest.importorskip("ollama", reason="needs ollama, of the extra test")
     llm, address = served
     client = ollama.Client(address)
     reply = client.chat("fake", [{"role": "user", "content": "what is it?", "images": [ONE, TWO]}])
     assert reply.message.content == REPLY
     check(llm, f"user\n{WHOLE}{SMALL}what is it?<|im_end|>", pictures=((2, 3, 90), (1, 1, 7)))
     assert reply.prompt_eval_count == len(llm.tokenizer.encode(llm.seen[-1][0]))
-    assert client.generate("fake", "what is it?", system="Look.", images=[ONE]).response == REPLY
+    answer = client.generate("fake", "what is it?", system="Look.", images=[ONE])
+    assert (answer.response, answer.context) == (REPLY, None)
     check(llm, "system\nLook.", f"user\n{WHOLE}what is it?<|im_end|>")
     assert client.generate("fake", images=[ONE]).response == REPLY
     check(llm, f"user\n{WHOLE}<|im_end|>")
