@@ -25,6 +25,7 @@ from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
 from shardlm.serve.image_parts import BadMessage, Sent, images_in
+from shardlm.serve.image_places import encoded, shown
 from shardlm.serve.images import check_cut, images_of, of_engine, with_images
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.media import MediaRules, file_here
@@ -134,19 +135,21 @@ class LLM:
         refuse("LLM.chat", others, ("messages", "chat_template", "tools", "chat_template_kwargs"), CALLS)
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        form["token"] = self._images.token if self._images else ""
-        write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)
+        token = self._images.token if self._images else ""
+        write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, token=token, **form)
         chats = prompt_forms.conversations(messages)
-        texts = [write(one) for one in chats]
+        written = [write(one) for one in chats]
+        texts = [shown(text, token) for text in written]
 
         def of_chat(prompt: int) -> Thoughts | None:
             last = chats[prompt][-1].get("content") if continue_final_message else None
             begun = plain_text(last, "messages") or "" if continue_final_message else None
             return self._reasoning.of(texts[prompt], begun, ()).thoughts
 
-        encoded = [(self.tokenizer.encode(text), text) for text in texts]
+        ids = [encoded(one, token, self.tokenizer, self.tokenizer.encode) for one in written]
         images = [[self._image(sent) for sent in images_in(one)] for one in chats]
-        return self._run(encoded, sampling_params, use_tqdm, of_chat, lora_request, images=images)
+        asked = list(zip(ids, texts, strict=True))
+        return self._run(asked, sampling_params, use_tqdm, of_chat, lora_request, images=images)
 
     def _image(self, sent: Sent) -> Any:
         """With its file where it has an address. Raises BadMessage for one that cannot be had."""
