@@ -130,7 +130,8 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation or to several, by the checkpoint's chat template or by the text of another."""
-        if others.get("chat_template_content_format") in ("auto", "string", "openai" if self._images else None):
+        forms = ("auto", "string", "openai") if self._images else ("auto", "string")
+        if others.get("chat_template_content_format") in forms:
             del others["chat_template_content_format"]
         refuse("LLM.chat", others, ("messages", "chat_template", "tools", "chat_template_kwargs"), CALLS)
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
