@@ -93,9 +93,9 @@ class Images:
         with self._changing:
             if key not in self._pictures:
                 self._pictures[key] = made
-                self._bytes += _size(made)
+                self._bytes += size_of(made)
             while self._bytes > self._kept:
-                self._bytes -= _size(self._pictures.popitem(last=False)[1])
+                self._bytes -= size_of(self._pictures.popitem(last=False)[1])
         return made
 
 
@@ -153,5 +153,6 @@ def _digest(kind: bytes, data: Any) -> bytes:
     return hashlib.blake2b(data, digest_size=32, person=hashlib.blake2b(kind, digest_size=16).digest()).digest()
 
 
-def _size(picture: Picture) -> int:
+def size_of(picture: Picture) -> int:
+    """Bytes."""
     return sum(array.nbytes for array in picture.inputs.values())
