@@ -173,6 +173,7 @@ def test_a_model_that_reads_text_says_which_ones_see():
     ):
         response = client.post(path, body)
         assert response.status_code == 400 and models in response.text and "this model reads text" in response.text
+    assert "mm_cache" not in client.get("/metrics").text
     assert not client.llm.seen and "capabilities" not in client.get("/v1/models").text
     assert "vision" not in client.post("/api/show", {"model": "fake"}).json()["capabilities"]
 
@@ -237,6 +238,9 @@ def test_an_image_that_comes_again_is_prepared_once():
     for _ in range(3):
         assert client.post(CHAT, {"messages": user(part(ONE), part(TWO), part(ONE))}).status_code == 200
     assert len(llm.prepared) == 2
+    told = client.get("/metrics").text
+    assert 'vllm:mm_cache_queries_total{model_name="fake",engine="0"} 9\n' in told
+    assert 'vllm:mm_cache_hits_total{model_name="fake",engine="0"} 7\n' in told
     spaced = {"type": "image_url", "image_url": {"url": data_url(ONE).replace("image/png", "image/PNG;a=b")}}
     client.post(CHAT, {"messages": user(spaced)})
     assert len(llm.prepared) == 2
