@@ -91,7 +91,7 @@ class Gemma4TowerBlock(nnx.Module):
                 value = constant(-jnp.inf if limit.endswith("min") else jnp.inf)
                 setattr(self, f"{name}_{limit}", params((), (), value))
 
-    def __call__(self, x: jax.Array, count, execution: Execution, sines=None, windows=None) -> jax.Array:
+    def __call__(self, x: jax.Array, count, execution: Execution, sines=None, windows=None, tile=0) -> jax.Array:
         """x [P, D] -> the same shape; sines [P, 1, 2, H / 4]; the rest as Tower has it."""
         own = self._attention(self.attention_norm(x, execution), count, execution, sines, windows)
         x = x + self.after_attention(own, execution)
