@@ -30,6 +30,12 @@ def full_attention(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, count
     return jax.lax.map(lambda block: _attend(block, k, v, scale, count), blocks).reshape(P, N, H)
 
 
+def in_tiles(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, size: int) -> jax.Array:
+    """The same of rows that are tiles of `size`, inside of which they attend, one after the other: [P, N, H]."""
+    tiles = tuple(a.reshape(-1, size, *a.shape[1:]) for a in (q, k, v))
+    return jax.lax.map(lambda tile: full_attention(*tile, scale, jnp.int32(size)), tiles).reshape(q.shape)
+
+
 def _block(patches: int, heads: int) -> int:
     """Queries of a block: they divide the patches."""
     most = max(1, BLOCK_BYTES // (4 * patches * heads))
