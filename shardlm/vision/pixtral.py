@@ -29,6 +29,7 @@ from shardlm.vision.tower import (
     linear_names,
     norm_names,
     patch_names,
+    sines_of,
 )
 from shardlm.vision.tower_weights import Tensors
 
@@ -61,9 +62,10 @@ class PixtralConfig:
 
     @property
     def frequencies(self) -> np.ndarray:
-        """Radians a row, then a column, of each rotated pair: float32 [2, H / 4]."""
+        """Radians a row, and a column, of each rotated pair: half of them turn by row, half by column, [2, H / 2]."""
         every = self.theta ** -(np.arange(0, self.tower.each, 2) / self.tower.each)
-        return np.stack([every[0::2], every[1::2]]).astype(np.float32)
+        none = np.zeros(len(every) // 2)
+        return np.stack([np.concatenate([every[0::2], none]), np.concatenate([none, every[1::2]])])
 
     def module(self, params: Params) -> nnx.Module:
         return PixtralEncoder(self, params)
@@ -106,17 +108,11 @@ class PixtralEncoder(nnx.Module):
 
     def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
         x = self.first_norm(self.patches(inputs["pixels"], execution), execution)
-        x, _ = self.tower(x, count, execution, self._sines(inputs["rows"], inputs["columns"]))
+        sines = sines_of((inputs["rows"], inputs["columns"]), self.config.frequencies)
+        x, _ = self.tower(x, count, execution, sines)
         x = self.merger_norm(x, execution).reshape(-1, self.config.merge**2, x.shape[-1])
         x = jnp.einsum("pmd,mdf->pf", x, in_use(self.merger, execution))
         return self.second(activate(self.first(x, execution), self.config.activation), execution)
-
-    def _sines(self, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """float32 [P, 1, H / 2]: half of the pairs turn by row, half by column."""
-        of_row, of_column = self.config.frequencies
-        angles = [rows[:, None] * of_row, columns[:, None] * of_column]
-        angle = jnp.concatenate(angles, axis=-1)[:, None]
-        return jnp.sin(angle), jnp.cos(angle)
 
 
 def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:

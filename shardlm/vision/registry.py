@@ -9,6 +9,8 @@ from shardlm.vision.sight import Sight
 
 FAMILIES = {
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "kimi_k25": "kimi",
     "mistral3": "pixtral",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }

@@ -4,6 +4,7 @@ norm, stacked and run by one scan. What makes patches into vectors before them, 
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,13 +49,17 @@ class TowerConfig:
         """Dimensions of a head."""
         return self.head_dim or self.width // self.heads
 
+    def block(self, params: Params) -> nnx.Module:
+        """One layer."""
+        return TowerBlock(self, params)
+
 
 class Tower(nnx.Module):
-    """x [P, D] through all layers."""
+    """x [P, D] through all layers. `config` says how many, and makes one (`block`)."""
 
-    def __init__(self, config: TowerConfig, params: Params):
-        self.config = config
-        self.block = TowerBlock(config, dataclasses.replace(params, stack=(config.layers,)))
+    def __init__(self, config: Any, params: Params):
+        self.layers = config.layers
+        self.block = config.block(dataclasses.replace(params, stack=(config.layers,)))
 
     def __call__(
         self,
@@ -72,7 +77,7 @@ class Tower(nnx.Module):
         None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`.
         """
         graph, stacked = nnx.split(self.block)
-        layers = self.config.layers
+        layers = self.layers
         slot = np.full(layers, len(keep), np.int32)  # past the last: dropped
         slot[list(keep)] = np.arange(len(keep))
         whole = np.isin(np.arange(layers), list(everywhere))
@@ -173,6 +178,14 @@ class Patches(nnx.Module):
 def _by(letters: str, x: jax.Array, module: nnx.Module, weight: str, bias: str, execution: Execution) -> jax.Array:
     y = project(letters, x, module, weight, execution)
     return y + in_use(getattr(module, bias), execution) if hasattr(module, bias) else y
+
+
+def sines_of(places: Sequence[jax.Array], frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """(sines, cosines) float32 [P, 1, H / 2] of patches at these places [P], by axis; frequencies [axes, H / 2],
+    radians a step of each rotated pair."""
+    steps = zip(places, frequencies.astype(np.float32), strict=True)
+    angle = sum(place[:, None, None].astype(jnp.float32) * step for place, step in steps)
+    return jnp.sin(angle), jnp.cos(angle)
 
 
 def block_names(config: TowerConfig, path: str, prefix: str, **theirs: str) -> dict[str, Tensor]:

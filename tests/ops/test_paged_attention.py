@@ -36,6 +36,13 @@ def inputs(heads: int, kv_heads: int, length: int, ends: tuple[int, ...], width:
     return q, k, v, table, positions, np.int32(pages)
 
 
+def until(positions, first: int = 0, end: int = 0) -> dict:
+    """The option of tokens that see those of the same image, from `first` to `end` of each row; none without."""
+    if not end:
+        return {}
+    return {"until": positions.at[:, first:end].set(positions[:, end - 1 : end])}
+
+
 # heads, kv heads, tokens, width of a head, options. Rows of 640, 20, 300 positions, one of padding, and the same again
 # up to `rows`, which groups do not divide.
 SHAPES = {
@@ -44,6 +51,8 @@ SHAPES = {
     "chunk": (4, 1, 17, 16, {"softcap": 3.0, "window": 130}),
     "chunks": (4, 2, 17, 8, {"chunk": 150, "sinks": True}),
     "decode in chunks": (4, 2, 1, 8, {"chunk": 60}),
+    "image": (4, 2, 17, 8, {"ahead": (3, 11)}),
+    "image in a window": (4, 2, 17, 8, {"ahead": (5, 16), "window": 130}),
     "latents": (3, 1, 2, 24, {"value_dim": 18}),
     "one head of two": (4, 2, 1, 8, {"head": 1, "window": 7}),
     "int8": (6, 3, 3, 20, {"how": "int8", "softcap": 30.0}),
@@ -60,6 +69,7 @@ def test_implementations_equal_the_reference(shape, name):
     ends = (640, 20, 300, 0) * 3
     q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, ends[: options.pop("rows", 4)], width))
     how, head, value_dim = (options.pop(key, None) for key in ("how", "head", "value_dim"))
+    options |= until(rest[1], *options.pop("ahead", ()))
     if options.pop("sinks", False):
         options["sinks"] = jnp.linspace(-1, 2, heads)
     scales = {}
@@ -87,6 +97,7 @@ def test_implementations_equal_the_reference(shape, name):
 BFLOAT16 = {
     "chunk": (4, 1, 17, 16, {"softcap": 3.0, "window": 130}),
     "chunks": (8, 2, 17, 16, {"chunk": 150, "sinks": True}),
+    "image": (8, 2, 17, 16, {"ahead": (2, 16), "window": 130}),
     "latents": (64, 1, 1, 288, {"value_dim": 272}),
     "int8 latents": (32, 1, 2, 288, {"value_dim": 272, "how": "int8"}),
 }
@@ -101,6 +112,7 @@ def test_the_kernel_in_bfloat16_equals_the_reference(shape, capability):
     q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, (640, 20, 300), width))
     q, k, v = (a.astype(jnp.bfloat16) for a in (q, k, v))
     how, value_dim = options.pop("how", None), options.get("value_dim")
+    options |= until(rest[1], *options.pop("ahead", ()))
     if options.pop("sinks", False):
         options["sinks"] = jnp.linspace(-1, 2, heads)
     pools = {"k": k} if value_dim else {"k": k, "v": v}
@@ -120,6 +132,18 @@ def test_the_kernel_in_bfloat16_equals_the_reference(shape, capability):
     np.testing.assert_allclose(
         found.astype(jnp.float32), expected, atol=0.004, rtol=2**-7
     )  # weights and output of 8 bits
+
+
+def test_tokens_of_an_image_see_all_of_it():
+    """The reference against attention without pages."""
+    q, k, v, table, positions, first = map(jnp.asarray, inputs(4, 2, 17, (20,)))
+    own = jnp.concatenate([k[table[0] + first], v[table[0] + first]], axis=-1).reshape(1, -1, 2, 16)[:, :20]
+    keys, queries = jnp.arange(20), positions[0]
+    same = (queries[:, None] >= 5) & (queries[:, None] < 12) & (keys >= 5) & (keys < 12)
+    mask = (keys <= queries[:, None]) | same
+    expected = attend(q, own[..., :8], own[..., 8:], mask[None], 0.3)
+    found = reference(q, k, v, table, positions, first, 0.3, **until(positions, 2, 9))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("length", [1, 17])
