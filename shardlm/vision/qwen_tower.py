@@ -51,7 +51,9 @@ class QwenEncoder(nnx.Module):
         told = self.config.pixels
         pixels = inputs["pixels"].astype(jnp.float32) * told.factor
         pixels = (pixels - jnp.asarray(told.mean, jnp.float32)) / jnp.asarray(told.std, jnp.float32)
-        frames = jnp.concatenate([pixels.reshape(len(pixels), -1).astype(execution.dtype)] * self.config.frames, axis=-1)
+        frames = jnp.concatenate(
+            [pixels.reshape(len(pixels), -1).astype(execution.dtype)] * self.config.frames, axis=-1
+        )
         # Made before the product: XLA fails to compile a kernel that multiplies bytes as it makes them numbers (GPUs).
         frames = jax.lax.optimization_barrier(frames)
         x = jnp.einsum("pk,kd->pd", frames, in_use(self.patches, execution).reshape(frames.shape[-1], -1))
