@@ -79,7 +79,10 @@ NO_JAX_IN_SERVE = [
     "outputs.py",
     *("image_parts.py", "image_places.py", "images.py", "media.py", "media_http.py"),
 ]
-NO_JAX_IN_VISION = ["picture.py", "sight.py", "axes.py", "read.py", "images.py"]
+NO_JAX_IN_VISION = [
+    *("axes.py", "picture.py", "sight.py", "read.py", "images.py"),
+    *("pixtral_images.py", "gemma4_images.py", "kimi_images.py", "qwen_images.py", "square_images.py"),
+]
 FILES = sorted((ROOT / "shardlm").rglob("*.py"))
 
 
