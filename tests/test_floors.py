@@ -77,7 +77,7 @@ NO_JAX_IN_SERVE = [
     "chunk_programs.py",
     "option_types.py",
     "outputs.py",
-    *("image_parts.py", "image_places.py", "images.py", "media.py", "media_http.py"),
+    *("batch_images.py", "image_parts.py", "image_places.py", "images.py", "media.py", "media_http.py"),
 ]
 NO_JAX_IN_VISION = [
     *("axes.py", "picture.py", "sight.py", "read.py", "images.py"),

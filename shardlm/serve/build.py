@@ -221,6 +221,6 @@ def described(engine: Engine | EngineGroup, name: str) -> str:
         f"requests of {longest:,} tokens; "
         f"{f'memories in {layout.memories} {which}, copies of {config.snapshots}; ' if layout.memories else ''}"
         f"{f'{config.bundles * BUNDLE:,} pages in the host memory; ' if config.bundles else ''}"
-        f"{config.max_rows} requests at once; "
+        f"{config.max_rows} requests at once; {'images are read; ' if engine.sight else ''}"
         f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )
