@@ -9,7 +9,8 @@ from typing import Any
 
 from shardlm import peft_modules
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Stored, header
+from shardlm.safetensors_files import header
+from shardlm.stored import Stored
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in PEFT's files

@@ -33,7 +33,7 @@ FLOORS = [
         *("chat", "progress_bar", "versions"),
     },
     {"gguf_files"},
-    {"hf_files"},
+    {"hf_files", "weight_files", "safetensors_files", "torch_files", "torch_pickle", "stored"},
     {"hub"},
     {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},
@@ -62,7 +62,7 @@ FLOORS = [
     {"plan"},
     {"bench"},
 ]
-NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
+NO_JAX = [*FLOORS[0], "gguf_files", *FLOORS[2], "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
     "ahead.py",
     "gbnf.py",

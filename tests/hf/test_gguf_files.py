@@ -270,12 +270,10 @@ def test_the_only_model_of_a_repository_needs_no_name(hub):
     assert pathlib.Path(file).name == "m-Q4_0.gguf"
 
 
-def test_a_repository_of_weights_that_would_run_code(hub):
-    """As the first OPT and GPT-J are published."""
-    hub.names = ["config.json", "pytorch_model.bin", "vocab.json"]
-    with pytest.raises(
-        ShardlmError, match=r"me/model holds no \*.safetensors; pytorch_model.bin would run code .*OTHER"
-    ):
+def test_a_repository_of_weights_that_may_hold_anything(hub):
+    """As research code is published."""
+    hub.names = ["config.json", "checkpoint.pt", "vocab.json"]
+    with pytest.raises(ShardlmError, match=r"me/model holds no \*.safetensors and .*; checkpoint.pt may hold .*OTHER"):
         opened.find("me/model")
 
 
