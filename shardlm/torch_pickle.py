@@ -143,9 +143,7 @@ class _Machine:
         self._last(3)
 
     def _last(self, count: int) -> None:
-        found = tuple(self.stack[-count:])
-        del self.stack[-count:]
-        self.stack.append(found)
+        self.stack.append(tuple([self.stack.pop() for _ in range(count)][::-1]))
 
     def _append(self, _: Any) -> None:
         value = self.stack.pop()
