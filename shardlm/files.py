@@ -49,6 +49,18 @@ def _existing(path: pathlib.Path) -> pathlib.Path:
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
+def user_cache(room: str, what: str) -> pathlib.Path:
+    """A folder in the user's cache, XDG_CACHE_HOME/shardlm/ROOM, of which the first is ~/.cache by default. `what`, for
+    messages, is to be there. Raises ShardlmError for a user without a home."""
+    try:
+        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in containers
+        raise ShardlmError(
+            f"neither HOME nor XDG_CACHE_HOME says where {what}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
+    return root / "shardlm" / room
+
+
 def check_room(path: pathlib.Path, nbytes: int) -> None:
     """Refuses to write so many bytes below `path` before the first of them, where they cannot all be there."""
     if shutil.disk_usage(_existing(path)).free < nbytes:

@@ -16,7 +16,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from shardlm import tokenizer_files
 from shardlm.errors import ShardlmError
-from shardlm.files import write_atomically
+from shardlm.files import user_cache, write_atomically
 from shardlm.token_bound import TokenBound
 from shardlm.tokenizer_files.splits import SPLIT
 from shardlm.tokenizer_files.told import JSON
@@ -202,6 +202,24 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
+
+
+def file_of(path: str | os.PathLike) -> Path:
+    """The tokenizer.json that a path names: a file as it is, or that of a directory. Where the directory's tokenizer is
+    of another form it is one in the user's cache, with the same ids.
+
+    Raises:
+      ShardlmError: the directory has no tokenizer, or the cache cannot be written.
+    """
+    path = Path(path)
+    if not path.is_dir() or (path / JSON).is_file():
+        return path / JSON if path.is_dir() else path
+    made = tokenizer_files.tokenizer_json(path).encode()
+    cache = user_cache("tokenizers", f"the tokenizer.json may be that is made of {path}")
+    file = cache / f"{hashlib.sha256(made).hexdigest()[:24]}.json"
+    if not file.is_file():
+        write_atomically(file, made)
+    return file
 
 
 def _encoded(backend: tokenizers.Tokenizer, texts: list[str], ends: bool) -> "list[tokenizers.Encoding]":

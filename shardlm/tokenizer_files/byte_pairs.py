@@ -12,6 +12,8 @@ from shardlm.tokenizer_files.told import CONFIG, Added, Told, begun_and_ended, b
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 END = "<|endoftext|>"
+# Names that all of these classes have where files do not say them; GPT-NeoX's alone has the last.
+UNSAID = {"bos_token": END, "eos_token": END, "unk_token": END, "pad_token": "<|padding|>"}
 
 
 class How(NamedTuple):
@@ -63,9 +65,10 @@ def read(folder: pathlib.Path, told: Told) -> str:
         )
     vocab = _vocab(folder / VOCAB)
     merges = _merges(folder / MERGES, vocab)
-    if END in vocab and END not in {token.content for token in told.added}:
-        # Unless files say otherwise, all of these end texts with it.
-        told = dataclasses.replace(told, added=(*told.added, Added(END)))
+    unsaid = [name for kind, name in UNSAID.items() if kind not in told.options and name in vocab]
+    there = {token.content for token in told.added}
+    more = [Added(name) for name in dict.fromkeys(unsaid) if name not in there]
+    told = dataclasses.replace(told, added=(*told.added, *more))
     vocab, entries = placed(told, vocab)
     return json_of(
         bpe(vocab, merges, continuing_subword_prefix="", end_of_word_suffix=""),
