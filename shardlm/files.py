@@ -2,6 +2,7 @@
 writes checkpoints or datasets has its own protocol; this is for the JSON, text and pictures beside them.
 """
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -25,7 +26,8 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # as where a file is in the place of its folder
+            draft.unlink()
         raise cannot_write(path, error) from error
 
 

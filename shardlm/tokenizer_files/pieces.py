@@ -81,7 +81,10 @@ def read(folder: pathlib.Path, told: Told) -> str:
     """Its tokenizer.json. Raises ShardlmError for a damaged file, and for models of other kinds."""
     file = folder / FILE
     try:
-        model = Model.of(file.read_bytes())
+        message = file.read_bytes()
+        if message.startswith(b"version "):
+            raise ShardlmError(f"{file} is a Git LFS pointer, not the tokenizer; run `git lfs pull` in its folder")
+        model = Model.of(message)
     except (ValueError, OSError) as error:
         message = f"{file} is no model of SentencePiece and no ranks of tiktoken ({error}); download it again"
         raise ShardlmError(message) from None
