@@ -4,15 +4,17 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import zipfile
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
+import jax
 import numpy as np
 import pytest
 import torch_saved
 from torch_saved import dictionary, integer, save, tensor, text
 
+import shardlm
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, holds_weights, write_folder
 from shardlm.serve.alike import digest
@@ -229,8 +231,48 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
         found["turned"].read(...)
 
 
+REFERENCES = pathlib.Path(__file__).parent / "references"
+MASKS = {"bias": np.ones((1, 1, 8, 8), bool), "masked_bias": np.float32(-1e4).reshape(())}
+ANGLES = np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    "family,without,beside",
+    [
+        ("gpt2", "transformer.", {f"h.0.attn.{name}": a for name, a in MASKS.items()}),
+        ("gptj", "", {f"transformer.h.0.attn.{name}": a for name, a in MASKS.items()}),
+        ("gpt_neo", "", {f"transformer.h.1.attn.attention.{name}": a for name, a in MASKS.items()}),
+        ("gpt_neox", "", {f"gpt_neox.layers.0.attention.{name}": a for name, a in MASKS.items()}),
+        ("gpt_bigcode", "", {f"transformer.h.0.attn.{name}": a for name, a in MASKS.items()}),
+        ("llama", "", {"model.layers.0.self_attn.rotary_emb.inv_freq": ANGLES}),
+        ("falcon", "", {"transformer.h.0.self_attention.maybe_rotary.inv_freq": ANGLES}),
+        ("opt", "model.", {}),
+        ("bloom", "transformer.", {}),
+    ],
+)
+def test_what_such_files_hold_besides_is_left_aside(tmp_path, family, without, beside):
+    """Buffers, heads that repeat the embedding, and names of the decoder alone."""
+    folder = shutil.copytree(REFERENCES / family, tmp_path / family)
+    arrays = {name.removeprefix(without): s.read(...) for name, s in Folder.open(folder).tensors.items()}
+    heads = {"lm_head.weight", "embed_out.weight"} & arrays.keys()
+    if not heads and not without:
+        embedding = next(name for name in arrays if re.search(r"(wte|embed_tokens|word_embeddings)\.weight$", name))
+        arrays["lm_head.weight"] = arrays[embedding]
+    torch_saved.save_folder(folder, arrays | beside)
+    ours, theirs = (shardlm.load(path).params for path in (folder, REFERENCES / family))
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+
+
+def test_a_tied_head_has_the_name_of_its_family(tmp_path):
+    folder = shutil.copytree(REFERENCES / "gpt_neox", tmp_path / "tied")
+    options = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(options | {"tie_word_embeddings": True}))
+    assert "embed_out.weight" in Folder.open(folder).tensors
+    assert shardlm.load(folder).model.config.tie_embeddings
+
+
 def test_a_reference_in_both_forms_is_the_same_model(tmp_path):
-    folder = shutil.copytree(pathlib.Path(__file__).parent / "references" / "opt", tmp_path / "opt")
+    folder = shutil.copytree(REFERENCES / "opt", tmp_path / "opt")
     arrays = {name: stored.read(...) for name, stored in Folder.open(folder).tensors.items()}
     torch_saved.save_folder(folder, arrays)
     for name, stored in Folder.open(folder).tensors.items():
