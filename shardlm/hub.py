@@ -21,9 +21,10 @@ def is_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None
 
 
-def fetch(path: str, also: Sequence[str] = ()) -> pathlib.Path:
+def fetch(path: str, also: Sequence[str] = (), older: Sequence[str] = ()) -> pathlib.Path:
     """The local copy of a repository, or of one file of llama.cpp in it, fetched where needed; `also`: names of further
-    files. Raises ShardlmError where the hub does not give it, and where it is not clear which of several is meant."""
+    files, `older`: of those that are fetched where there are no safetensors, beside PyTorch's weights. Raises
+    ShardlmError where the hub does not give it, and where it is not clear which of several is meant."""
     try:
         import huggingface_hub as hub
     except ImportError:
@@ -37,9 +38,9 @@ def fetch(path: str, also: Sequence[str] = ()) -> pathlib.Path:
     folder = pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
     if any(folder.glob(SAFE)):
         return folder
-    there = _listed(hub, path, repository)
-    if any(fnmatch.fnmatch(name, BY_TORCH) for name in there):
-        files = [BY_TORCH, f"{BY_TORCH}.index.json"]
+    there = _listed(hub, path, repository, BY_TORCH, *older)
+    if any(fnmatch.fnmatch(name, pattern) for name in there for pattern in (BY_TORCH, *older)):
+        files = [BY_TORCH, f"{BY_TORCH}.index.json", *older]
         return pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
     found = models(there)
     if len(found) == 1:
@@ -77,9 +78,9 @@ def _downloaded(hub: Any, repository: str, name: str) -> pathlib.Path:
     return pathlib.Path(folder) / name
 
 
-def _listed(hub: Any, path: str, repository: str) -> list[str]:
-    """Names of a repository's files; of those that are here where the hub is not reached."""
-    own = ["*.gguf", BY_TORCH]
+def _listed(hub: Any, path: str, repository: str, *more: str) -> list[str]:
+    """Names of a repository's files; where the hub is not reached, of those of llama.cpp and `more` that are here."""
+    own = ["*.gguf", *more]
     try:
         return hub.HfApi().list_repo_files(repository)
     except Exception as error:  # the library raises its own, httpx's and the operating system's

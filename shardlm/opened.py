@@ -309,7 +309,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
             f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, a file of llama.cpp "
             "(*.gguf), a model that Ollama has pulled (NAME:TAG), or a run"
         )
-    return home(fetch(str(path), [peft_folder.CONFIG]))
+    return home(fetch(str(path), [peft_folder.CONFIG], [peft_folder.OLDER]))
 
 
 def is_hf(folder: pathlib.Path) -> bool:

@@ -13,6 +13,7 @@ import jax
 from shardlm.gguf_files import shards
 from shardlm.hf_files import behind_it, read_config
 from shardlm.opened import Found, describe, is_hf
+from shardlm.peft_folder import weights_of
 from shardlm.weight_files import hold
 
 CONFIGS = ("config.json", "adapter_config.json")
@@ -70,7 +71,8 @@ def digest(folder: str | os.PathLike) -> str:
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     if is_hf(folder) and (behind := behind_it(read_config(folder))):
         return shards.parts(behind)
-    return sorted([*(folder / name for name in CONFIGS if (folder / name).is_file()), *hold(folder)])
+    own = {*(folder / name for name in CONFIGS), weights_of(folder)}
+    return sorted({path for path in own if path.is_file()} | {*hold(folder)})
 
 
 def _parts(path: pathlib.Path) -> Iterator[bytes]:
