@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlm.errors import ShardlmError
 from shardlm.tokenizer_files import protobuf
@@ -25,8 +25,7 @@ _NEVER = -1e6  # a score that no path through a text takes
 _BEGIN = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     content: str
     score: float
     kind: int
@@ -60,7 +59,7 @@ class Model:
         if not pieces:
             raise ValueError("it has no pieces")
         trainer, normalizer = (protobuf.fields(protobuf.content(whole.get(place))) for place in (2, 3))
-        return cls(
+        made = cls(
             tuple(pieces),
             protobuf.number(trainer.get(3), UNIGRAM),
             bool(protobuf.number(trainer.get(35), 0)),
@@ -69,6 +68,9 @@ class Model:
             protobuf.content(normalizer.get(2)),
             *(bool(protobuf.number(normalizer.get(place), 1)) for place in (3, 4, 5)),
         )
+        if made.named(made.unk_id) is None:
+            raise ValueError(f"its unknown piece, {made.unk_id}, is none of its {len(pieces)} pieces")
+        return made
 
     def named(self, id: int) -> str | None:
         return self.pieces[id].content if 0 <= id < len(self.pieces) else None
@@ -143,14 +145,14 @@ def _model(model: Model, names: Sequence[str], vocab: dict[str, int]) -> dict[st
 
 
 def merges(ranks: dict[str, Any]) -> list[tuple[str, str]]:
-    """All pairs that make a token of two others, by its rank."""
+    """All pairs that make a token of two others, by its rank; of those that make the same, the shortest left part comes
+    first."""
     found = []
-    for name, rank in ranks.items():
+    for name in sorted(ranks, key=ranks.__getitem__):
         for cut in range(1, len(name)):
-            left, right = name[:cut], name[cut:]
-            if left in ranks and right in ranks:
-                found.append((rank, left, right))
-    return [(left, right) for _, left, right in sorted(found)]
+            if name[:cut] in ranks and name[cut:] in ranks:
+                found.append((name[:cut], name[cut:]))
+    return found
 
 
 def _normalizer(model: Model, told: Told) -> dict[str, Any]:
