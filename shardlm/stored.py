@@ -61,6 +61,15 @@ class Stored:
         one, strides = self.rows(place, place + 1), self.strides and self.strides[1:]
         return dataclasses.replace(one, shape=self.shape[1:], strides=strides)
 
+    def laid(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> "Stored":
+        """The same bytes as another array. Raises ShardlmError where its numbers do not follow each other."""
+        if self.strides is not None:
+            raise ShardlmError(
+                f"{self.file} holds a tensor {list(self.shape)} with strides {list(self.strides)}, which is read "
+                "packed, as it lies: save it with .contiguous(), or as safetensors"
+            )
+        return dataclasses.replace(self, shape=shape, dtype=dtype or self.dtype)
+
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """A slice as an array of its own; of the file only its pages are touched.
 

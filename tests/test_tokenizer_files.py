@@ -42,6 +42,9 @@ def test_special_tokens_are_those_that_the_files_name(tmp_path):
     assert chat.special_ids == {"<unk>": 0, "<s>": 1, "</s>": 2, "<|im_start|>": 420, "<|im_end|>": 421}
     assert chat.decode(chat.encode("<|im_start|>a<new>b"), skip_special=True) == "a<new>b"
     assert special_tokens(tmp_path / "chat") == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    listed = folder_of("gpt2", tmp_path / "listed")
+    change(listed, added_tokens_decoder={"420": token("<end>", special=False)}, eos_token="<end>")
+    assert Tokenizer.load(listed).special_ids["<end>"] == 420  # named, whatever the list says
     opt = Tokenizer.load(folder_of("opt", tmp_path / "opt"))
     assert opt.special_ids == {"</s>": 420, "<pad>": 421} and opt.end_of_document_id == 420
     gemma = Tokenizer.load(folder_of("gemma", tmp_path / "gemma"))
@@ -142,7 +145,8 @@ SAVE = r"\. AutoTokenizer.from_pretrained\(FOLDER\).save_pretrained\(FOLDER\) of
         ("gpt2", written("tokenizer_config.json", b"{"), "tokenizer_config.json is not JSON"),
         ("gpt2", written("tokenizer_config.json", b"[]"), "tokenizer_config.json holds a JSON list and not an object"),
         ("gpt2", written("added_tokens.json", b'{"a": "b"}'), "added_tokens.json: it is no object of ids by tokens"),
-        ("gpt2", told(added_tokens_decoder={"x": {}}), "added_tokens_decoder is no object by ids; download it again"),
+        ("gpt2", told(added_tokens_decoder={"x": {}}), "added_tokens_decoder is no object of tokens by ids; download"),
+        ("gpt2", told(added_tokens_decoder={"430": {"id": 3}}), "added_tokens_decoder is no object of tokens by ids"),
         ("gpt2", told(added_tokens_decoder={"7": token("<x>")}), f"'<x>' is token 7 by .*and 7 is '.'.*{SAVE}"),
         ("gpt2", told(added_tokens_decoder={"500": token("in")}), "'in' is token 500 by the files that name added"),
         ("gpt2", told(add_bos_token=True, bos_token=None), None),  # as transformers: none is added

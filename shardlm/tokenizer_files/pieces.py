@@ -102,8 +102,8 @@ def read(folder: pathlib.Path, told: Told) -> str:
     whole = dataclasses.replace(told, added=(*told.added, *_of_model(model, told)))
     vocab, entries = placed(whole, vocab, rename=True)
     begins = told.kind in _BEGIN
-    bos, eos = model.named(model.bos_id), model.named(model.eos_id)
     names = {id: name for name, id in vocab.items()}
+    bos, eos = names.get(model.bos_id), names.get(model.eos_id)
     return json_of(
         _model(model, [names[id] for id in range(len(model.pieces))], vocab),
         entries,

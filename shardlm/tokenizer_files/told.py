@@ -70,8 +70,8 @@ def told_in(folder: pathlib.Path) -> Told:
     listed, added = options.get("added_tokens_decoder"), _object(folder / ADDED)
     if listed is None:
         options = {**options, **_object(folder / SPECIAL)}
-    elif not isinstance(listed, Mapping) or not all(id.isdigit() for id in listed):
-        raise ShardlmError(f"{folder / CONFIG}: added_tokens_decoder is no object by ids; download it again")
+    elif not isinstance(listed, Mapping) or not all(id.isdigit() and _content(listed[id]) for id in listed):
+        raise ShardlmError(f"{folder / CONFIG}: added_tokens_decoder is no object of tokens by ids; download it again")
     else:
         added = {}
     if not all(type(id) is int for id in added.values()):
@@ -79,6 +79,7 @@ def told_in(folder: pathlib.Path) -> Told:
     special = [token for token in _special(options) if _content(token) is not None]
     names = {_content(token) for token in special}
     found = [_added(token, int(id)) for id, token in (listed or {}).items()]
+    found = [dataclasses.replace(token, special=token.special or token.content in names) for token in found]
     found += [Added(name, id, normalized=name not in names, special=name in names) for name, id in added.items()]
     there = {token.content for token in found}
     found = sorted(found, key=lambda token: token.id)

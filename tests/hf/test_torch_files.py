@@ -45,6 +45,13 @@ def test_parts_of_what_lies_in_other_order():
             assert np.array_equal(stored.rows(1, 2).read(...), a[1:2])
 
 
+def test_what_is_packed_is_read_as_it_lies():
+    found = header(SAVED / "views.bin")
+    assert np.array_equal(found["a"].laid((2, 6)).read(...), A.reshape(2, 6))
+    with pytest.raises(ShardlmError, match=r"views.bin holds a tensor \[4, 3\] with strides \[1, 4\].*contiguous"):
+        found["turned"].laid((12,))
+
+
 def test_tied_weights_lie_in_one_place():
     found = header(SAVED / "views.bin")
     assert found["a"] == found["tied"] == found["parameter"]
