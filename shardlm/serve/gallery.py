@@ -57,8 +57,8 @@ class Gallery:
             self._looks.append(Look(picture, own))
 
     def read(self, request: Request) -> None:
-        """The rest of a request's prompt is in the batch that is made, before which others' images are read: what it sees
-        stays in its places until then."""
+        """The rest of a prompt is in the batch that is made, before which others' images are read: what it sees stays
+        where it is until then."""
         self._reading.append(request)
 
     def let_go(self, request: Request) -> None:
