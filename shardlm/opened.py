@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from shardlm import peft, peft_folder, weights
+from shardlm import peft, peft_folder, tokenizer_files, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
@@ -135,7 +135,7 @@ def describe(path: str | os.PathLike | Found, length: int = 0, base: Any = None)
         source = base
         if not isinstance(base, Pretrained) or peft_folder.base_is_here(folder):
             source = Pretrained(str(find(peft_folder.base_of(folder))), length).pinned()
-        beside = folder if (folder / "tokenizer.json").exists() else pathlib.Path(source.folder)
+        beside = folder if tokenizer_files.is_here(folder) else pathlib.Path(source.folder)
         return Found(source, peft.lora_of(folder, source), beside, adapters=folder)
     run = find_run(folder)
     lora = from_json(LoraConfig, run.config_json.get("lora", {}))
@@ -309,7 +309,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
             f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, a file of llama.cpp "
             "(*.gguf), a model that Ollama has pulled (NAME:TAG), or a run"
         )
-    return home(fetch(str(path), [peft_folder.CONFIG]))
+    return home(fetch(str(path), [peft_folder.CONFIG], [peft_folder.OLDER]))
 
 
 def is_hf(folder: pathlib.Path) -> bool:

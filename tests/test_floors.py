@@ -14,8 +14,9 @@ from shardlm import no_driver
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     # Host code that knows nothing of models; no jax.
+    {"errors"},
+    {"tokenizer_files"},
     {
-        "errors",
         "compiled_together",
         "config",
         "config_tree",
@@ -33,7 +34,7 @@ FLOORS = [
         *("chat", "progress_bar", "versions"),
     },
     {"gguf_files"},
-    {"hf_files"},
+    {"hf_files", "weight_files", "safetensors_files", "torch_files", "torch_pickle", "stored"},
     {"hub"},
     {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},
@@ -62,7 +63,7 @@ FLOORS = [
     {"plan"},
     {"bench"},
 ]
-NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
+NO_JAX = [*(room for rooms in FLOORS[:5] for room in rooms), "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
     "ahead.py",
     "gbnf.py",
@@ -123,6 +124,7 @@ def test_imports_only_from_below(path):
 
 HOST_FILES = [p for p in FILES if room_of(p) in NO_JAX] + [ROOT / "shardlm/serve" / name for name in NO_JAX_IN_SERVE]
 HOST_FILES += [ROOT / "shardlm/vision" / name for name in NO_JAX_IN_VISION]
+HOST_FILES += sorted((ROOT / "shardlm/vision").glob("*_images.py"))
 HOST_FILES += [ROOT / f"shardlm/network/{name}.py" for name in ("links", "peaks", "fit", "rates", "profile", "report")]
 HOST_FILES += [path for folder in ("api", "router") for path in sorted((ROOT / "shardlm/serve" / folder).rglob("*.py"))]
 

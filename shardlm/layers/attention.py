@@ -54,6 +54,8 @@ class AttentionConfig:
                head_dim are those that it takes, and not projected; (): none. `with_slopes` makes such a one
     indexer    chooses the blocks of tokens that queries attend to (layers/block_indexer.py), or those of each kv head
                (layers/head_indexer.py); None: they attend to all
+    ahead      inside of an image tokens see those after them, in models where they do (vision/sight.py, whole); False:
+               here they never do (Gemma 4's layers without windows)
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
                some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
     """
@@ -83,6 +85,7 @@ class AttentionConfig:
     value_scale: float = 1.0
     slopes: tuple[float, ...] = ()
     indexer: BlockIndexerConfig | HeadIndexerConfig | None = None
+    ahead: bool = True
     keeps: str = ""
     reads: str = ""
 
@@ -223,6 +226,7 @@ class Attention(nnx.Module):
         if config.indexer:
             index = self.indexer(taken(x), positions, execution)
             options["selection"], pages = ctx.select(index, positions, pages, layer)
+        ctx = ctx if config.ahead else ctx.backwards()
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)
         if config.gate:
             opened = jax.nn.softplus if config.gate_softplus else jax.nn.sigmoid

@@ -65,6 +65,9 @@ class Context(Protocol):
     def of_repeat(self, index: jax.Array) -> "Context":
         """As the blocks of one repeat of a scanned pattern see it."""
 
+    def backwards(self) -> "Context":
+        """As layers see it in which no token sees one after it, inside of images neither."""
+
     def kept_by(self, name: str) -> tuple[jax.Array | None, jax.Array | None]:
         """The keys and values [B, T, K, H] of the last layer that keeps some under a name; None where they are in
         pages."""

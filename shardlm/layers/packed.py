@@ -60,6 +60,9 @@ class Packed:
             return self
         return dataclasses.replace(self, held=jax.lax.dynamic_index_in_dim(self.held, index, keepdims=False))
 
+    def backwards(self):
+        return self
+
     def kept_by(self, name):
         return self.kept[name]["k"], self.kept[name]["v"]
 

@@ -104,6 +104,9 @@ class Paged:
         del index
         return self
 
+    def backwards(self):
+        return dataclasses.replace(self, until=None)
+
     def kept_by(self, name):
         del name
         return None, None

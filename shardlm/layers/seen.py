@@ -21,6 +21,10 @@ class Seen:
         own = jax.reshard(self.vectors[..., : x.shape[-1]].astype(x.dtype), jax.typeof(x).sharding.spec)
         return jnp.where(self._at(x), own, x)
 
+    def named(self, tokens: jax.Array) -> jax.Array:
+        """Tokens int32 [B, T], where something else is looked up for them: those of images are the first, padding."""
+        return jnp.where(jax.reshard(self.at, jax.typeof(tokens).sharding.spec), 0, tokens)
+
     def after(self, x: jax.Array, layer: jax.Array) -> jax.Array:
         """The stream x [B, T, D] after the layer of this number, int32 scalar."""
         D = x.shape[-1]

@@ -106,6 +106,7 @@ def _attention(options: Options, kind: str, norm: NormConfig, length: int) -> At
         norm=norm,
         value_norm=True,
         keys_are_values=alike and full,
+        ahead=not full,
     )
 
 

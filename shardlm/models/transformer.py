@@ -91,9 +91,8 @@ class Transformer(nnx.Module):
         if self.config.frequencies:
             ctx = dataclasses.replace(ctx, faster=jnp.exp(gathered(self, "faster", self.execution)))
         if self.config.inputs:
-            ctx = dataclasses.replace(
-                ctx, inputs=self.layer_inputs(tokens, x[..., : self.config.embed_dim], self.execution)
-            )
+            named, own = tokens if ctx.seen is None else ctx.seen.named(tokens), x[..., : self.config.embed_dim]
+            ctx = dataclasses.replace(ctx, inputs=self.layer_inputs(named, own, self.execution))
         x, pages, aux = self.run(x, positions, ctx, pages)
         return self.finish(x), pages, aux
 

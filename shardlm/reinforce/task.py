@@ -14,7 +14,7 @@ from shardlm.reinforce.rewards import Reward, load_all
 from shardlm.reinforce.rollouts import Rollouts, described, judge, means
 from shardlm.reinforce.sampler import Sampler
 from shardlm.serve.sampling_params import SamplingParams
-from shardlm.tokenizer import Tokenizer
+from shardlm.tokenizer import Tokenizer, file_of
 from shardlm.train import report
 from shardlm.train.program import Program
 
@@ -79,7 +79,7 @@ def tokenizer_of(tokenizer: str, folder: str) -> tuple[Tokenizer, pathlib.Path]:
         path = texts_beside(pathlib.Path(tokenizer))
         found, own = (Tokenizer.load(one) for one in (path, texts_beside(pathlib.Path(folder))))
         if found.fingerprint == own.fingerprint:
-            return found, path / "tokenizer.json" if path.is_dir() else path
+            return found, file_of(path)
     raise ShardlmError(
         f"data.tokenizer={tokenizer} is another tokenizer than that of {folder}, which samples the replies; set "
         f"data.tokenizer to {folder}"

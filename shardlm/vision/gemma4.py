@@ -110,7 +110,8 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
     def tokens(picture) -> list[int]:
         return [begin, *[image] * picture.vectors, end]
 
-    return Sight(image, image, images, tokens, (images.most,), config, config.pooled**2)
+    whole = text_config(options).get("use_bidirectional_attention") == "vision"
+    return Sight(image, image, images, tokens, (images.most,), config, config.pooled**2, whole=whole)
 
 
 def _config(options: Mapping[str, Any]) -> Gemma4Config:

@@ -146,6 +146,7 @@ def _config(options: Mapping[str, Any]) -> PixtralConfig:
         activation=activation_of(own("hidden_act", "gelu")),
         gated=True,
         bias=False,
+        out_bias=False,
         mlp_bias=False,
     )
     own.only("head_dim", width // heads)

@@ -11,6 +11,7 @@ FAMILIES = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
     "kimi_k25": "kimi",
+    "llama4": "llama4",
     "mistral3": "pixtral",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }

@@ -2,7 +2,6 @@
 norm, stacked and run by one scan. What makes patches into vectors before them, and what comes after, is a family's."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,24 +13,16 @@ from flax import nnx
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.models.naming import Names, Tensor
-from shardlm.ops.full_attention import full_attention
 from shardlm.ops.rope import rotated
 from shardlm.ops.swiglu import Activation, activate, gated
-from shardlm.ops.window_attention import window_attention
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """numbers int32 [P], ascending, of the window that each patch is in, of which none has more than `longest`."""
-
-    numbers: jax.Array
-    longest: int
+from shardlm.vision.attending import Attending, Windows
 
 
 @dataclasses.dataclass(frozen=True)
 class TowerConfig:
     """width D, of which `heads` heads have head_dim each (0: D / heads); `gated` as layers/mlp.py's; bias: whether
-    projections of attention have them, mlp_bias those of feed-forward layers."""
+    queries, keys and values have one, out_bias: what goes back, mlp_bias: feed-forward layers; scaled: whether each
+    dimension has a factor on what attention and feed-forward layer add (https://arxiv.org/abs/2103.17239)."""
 
     layers: int
     width: int
@@ -42,7 +33,9 @@ class TowerConfig:
     activation: Activation = "gelu_tanh"
     gated: bool = False
     bias: bool = True
+    out_bias: bool = True
     mlp_bias: bool = True
+    scaled: bool = False
 
     @property
     def each(self) -> int:
@@ -70,11 +63,13 @@ class Tower(nnx.Module):
         windows: Windows | None = None,
         everywhere: Sequence[int] = (),
         keep: Sequence[int] = (),
+        tile: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (x after the last layer, [len(keep), P, D]: x after those of `keep`).
 
         count int32, patches that there are; sines: (sines, cosines) [P, 1, H / 2] that queries and keys are turned by,
-        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`.
+        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`; tile: so many rows
+        after each other attend to each other, whole ones whatever `count` is; 0: to all.
         """
         graph, stacked = nnx.split(self.block)
         layers = self.layers
@@ -85,7 +80,8 @@ class Tower(nnx.Module):
         def layer(carry, inputs):
             x, kept = carry
             state, slot, whole = inputs
-            x = nnx.merge(graph, state)(x, count, execution, sines, windows, whole)
+            attend = Attending(count, execution.attention, windows, whole, tile)
+            x = nnx.merge(graph, state)(x, attend, execution, sines)
             return (x, kept.at[slot].set(x, mode="drop") if len(keep) else kept), None
 
         kept = jnp.zeros((len(keep), *x.shape), x.dtype)
@@ -95,8 +91,8 @@ class Tower(nnx.Module):
 
 class TowerBlock(nnx.Module):
     """One layer: weights "attention_norm", "wq", "wk" and "wv" (D, N, H), "wo" (N, H, D), "mlp_norm", "gate" and "up"
-    (D, F), "down" (F, D), and where it has biases "bq", "bk", "bv" (N, H), "bo" (D,), "gate_bias", "up_bias" (F,) and
-    "down_bias" (D,)."""
+    (D, F), "down" (F, D), where it has biases "bq", "bk", "bv" (N, H), "bo" (D,), "gate_bias", "up_bias" (F,) and
+    "down_bias" (D,), and with factors "attention_scale" and "mlp_scale" (D,)."""
 
     def __init__(self, config: TowerConfig, params: Params):
         D, N, H, F = config.width, config.heads, config.each, config.mlp_dim
@@ -112,22 +108,30 @@ class TowerBlock(nnx.Module):
         if config.bias:
             for letter in "qkv":
                 setattr(self, f"b{letter}", params((N, H), ("heads", "head_dim"), constant(0.0)))
+        if config.out_bias:
             self.bo = params((D,), ("norm",), constant(0.0))
+        if config.scaled:
+            self.attention_scale, self.mlp_scale = (params((D,), ("norm",), constant(1.0)) for _ in range(2))
         if config.mlp_bias:
             for name in into:
                 setattr(self, f"{name}_bias", params((F,), ("mlp",), constant(0.0)))
             self.down_bias = params((D,), ("norm",), constant(0.0))
 
-    def __call__(self, x: jax.Array, count, execution: Execution, sines, windows, whole) -> jax.Array:
-        """x [P, D] -> the same shape; arguments as Tower has them, and whether the layer attends everywhere."""
-        x = x + self._attention(self.attention_norm(x, execution), count, execution, sines, windows, whole)
-        return x + self._feed_forward(self.mlp_norm(x, execution), execution)
+    def __call__(self, x: jax.Array, attend: Attending, execution: Execution, sines) -> jax.Array:
+        """x [P, D] -> the same shape; sines as Tower has them."""
+        own = self._attention(self.attention_norm(x, execution), attend, execution, sines)
+        x = x + self._scaled(own, "attention_scale", execution)
+        own = self._feed_forward(self.mlp_norm(x, execution), execution)
+        return x + self._scaled(own, "mlp_scale", execution)
 
-    def _attention(self, x, count, execution: Execution, sines, windows, whole) -> jax.Array:
+    def _scaled(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
+        return x * in_use(getattr(self, name), execution) if self.config.scaled else x
+
+    def _attention(self, x, attend: Attending, execution: Execution, sines) -> jax.Array:
         q, k, v = (_by("pd,dnh->pnh", x, self, f"w{letter}", f"b{letter}", execution) for letter in "qkv")
         if sines is not None:
             q, k = (rotated(a, *sines) for a in (q, k))
-        out = _attended(q, k, v, self.config.each**-0.5, count, windows, whole)
+        out = attend(q, k, v, self.config.each**-0.5)
         return _by("pnh,nhd->pd", out, self, "wo", "bo", execution)
 
     def _feed_forward(self, x: jax.Array, execution: Execution) -> jax.Array:
@@ -137,15 +141,6 @@ class TowerBlock(nnx.Module):
         else:
             up = activate(up, self.config.activation)
         return _by("pf,fd->pd", up, self, "down", "down_bias", execution)
-
-
-def _attended(q, k, v, scale: float, count, windows: Windows | None, whole: jax.Array) -> jax.Array:
-    everywhere = functools.partial(full_attention, scale=scale, count=count)
-    if windows is None:
-        return everywhere(q, k, v)
-    own = {"windows": windows.numbers, "longest": windows.longest}
-    inside = functools.partial(window_attention, scale=scale, count=count, **own)
-    return jax.lax.cond(whole, everywhere, inside, q, k, v)
 
 
 class Linear(nnx.Module):
@@ -190,17 +185,18 @@ def sines_of(places: Sequence[jax.Array], frequencies: np.ndarray) -> tuple[jax.
 
 def block_names(config: TowerConfig, path: str, prefix: str, **theirs: str) -> dict[str, Tensor]:
     """Of the blocks at `path`: what checkpoints have after `prefix`, which ends in a layer's number and a dot. `theirs`
-    by our name: attention_norm, wq, wk, wv, wo, mlp_norm, gate, up and down."""
+    by our name: attention_norm, wq, wk, wv, wo, mlp_norm, gate, up and down, attention_scale and mlp_scale."""
+    scales = {ours: theirs.pop(ours) for ours in ("attention_scale", "mlp_scale") if ours in theirs}
     layouts = dict.fromkeys(("wq", "wk", "wv"), "(N H) D -> D N H") | {"wo": "D (N H) -> N H D"}
     layouts |= dict.fromkeys(("gate", "up"), "F D -> D F") | {"down": "D F -> F D"}
-    found = {}
+    found = {f"{path}.{ours}": Tensor(f"{prefix}{name}") for ours, name in scales.items()}
     for ours, name in theirs.items():
         if ours.endswith("norm"):
             found |= norm_names(config.norm, f"{path}.{ours}", f"{prefix}{name}")
             continue
         found[f"{path}.{ours}"] = Tensor(f"{prefix}{name}.weight", layouts[ours])
         own = ours.replace("w", "b", 1) if ours.startswith("w") else f"{ours}_bias"
-        if config.bias if ours.startswith("w") else config.mlp_bias:
+        if {"w": config.out_bias if ours == "wo" else config.bias}.get(ours[0], config.mlp_bias):
             of_heads = ours in ("wq", "wk", "wv")
             found[f"{path}.{own}"] = Tensor(f"{prefix}{name}.bias", "(N H) -> N H" if of_heads else "")
     return found

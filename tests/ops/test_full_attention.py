@@ -45,6 +45,12 @@ def test_windows_are_the_reference(monkeypatch, sizes, at_once, longest):
     np.testing.assert_allclose(found[:count], expected, atol=1e-6)
 
 
+def test_tiles_are_windows():
+    q, k, v = made()
+    expected = op.reference(q, k, v, 0.3, jnp.int32(48), jnp.arange(48) // 12)
+    np.testing.assert_allclose(op.in_tiles(q, k, v, 0.3, 12), expected, atol=1e-6)
+
+
 def test_the_reference_is_softmax_over_the_patches_that_there_are():
     q, k, v = (np.asarray(a, np.float64) for a in made(P=6))
     found = op.reference(*made(P=6), 0.5, jnp.int32(4))
