@@ -180,9 +180,11 @@ def test_a_model_that_reads_text_says_which_ones_see():
 
 def test_images_where_texts_alone_are_read(client):
     body = {"messages": user(part(ONE))}
-    for path in ("/tokenize", "/v1/embeddings", "/pooling"):
-        told = error(client.post(path, body), 400)
-        assert "messages has images, which are read in chats alone" in told["message"] and told["param"] == "messages"
+    told = error(client.post("/tokenize", body), 400)
+    assert "messages has images, which are read in chats and embeddings" in told["message"]
+    assert told["param"] == "messages"
+    told = error(client.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 5}), 400)
+    assert told["param"] == "truncate_prompt_tokens" and not client.llm.pooled
     told = error(client.post(CHAT, {**body, "truncate_prompt_tokens": 5}), 400)
     assert "truncate_prompt_tokens=5 of a prompt with images" in told["message"]
     told = error(client.post(CHAT, {**body, "use_beam_search": True, "n": 2, "temperature": 0}), 400)
@@ -204,6 +206,16 @@ def test_words_cannot_take_the_place_of_an_image(client, count):
     shown, [*pictures] = client.llm.seen[-1][0], client.llm.pictures[-1]
     assert len(pictures) == count and shown.count(PAD) == 2 + 6 * count and f"a{PAD}" in shown
     assert f"{PAD} {WHOLE * count}" in shown
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_embeddings(client, path):
+    """As vLLM's, of what models of both are made for."""
+    answer = client.post(path, {"messages": user(text(f"a {PAD}"), part(ONE)), "normalize": False}).json()
+    shown, [placed] = client.llm.pooled[-1][0], client.llm.pictures[-1]
+    assert f"user\na {PAD}{WHOLE}<|im_end|>" in shown and placed.picture.grid == (2, 3)
+    assert answer["usage"]["prompt_tokens"] == answer["data"][0].get("embedding", answer["data"][0].get("data"))[0] / 3
+    assert client.post(path, {"messages": user(text("a"))}).status_code == 200 and len(client.llm.pictures) == 1
 
 
 def test_a_template_of_texts_has_the_token_before_them():
