@@ -52,6 +52,8 @@ class LLM:
         mesh: MeshSpec | None = None,
         seed: int | None = None,
         reasoning_parser: str = "auto",
+        devices: Sequence[Any] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
         **options,
     ):
         """Loads a Hugging Face folder, a file of llama.cpp, adapters or a run, and compiles its programs.
@@ -59,6 +61,9 @@ class LLM:
         Args:
           seed: of all replies whose own parameters have none, in the order in which they are asked for.
           reasoning_parser: how replies mark their thoughts, for thinking_token_budget, as of launch.serve.
+          devices: of jax, over the first of which the mesh is; all by default. Of several processes, devices of this
+            one alone make an engine that the others have no part in.
+          progress: is called with how many programs of how many are compiled.
           options: fields of EngineConfig (build.py): max_model_len, block_size, quantization, ...
 
         Raises: ShardlmError for what does not fit or is not there.
@@ -72,7 +77,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.folder)
         self._usual = recommended(read_generation(self.folder))
         self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
-        self.engine, _ = build(model, config)
+        self.engine, _ = build(model, config, progress, devices)
         self._ids = itertools.count()
         self._turn = threading.Lock()
         self._interrupted = False

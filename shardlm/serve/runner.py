@@ -19,6 +19,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.serve import programs
 from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.carry import alone
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
 from shardlm.serve.followers import Followers, told
@@ -230,8 +231,11 @@ class Runner:
 
     @functools.cached_property
     def _options(self) -> dict[str, Any]:
-        """On CPUs those of training; what it takes on GPUs is for steps that gather weights."""
-        return dict(resolve_profile("cpu", self.mesh).options) if self.platform == "cpu" else {}
+        """On CPUs those of training; what it takes on GPUs is for steps that gather weights. An engine of one process
+        among several compiles without the others."""
+        if self.platform == "cpu":
+            return dict(resolve_profile("cpu", self.mesh).options)
+        return alone(self.platform) if jax.process_count() > 1 and not self.mesh.is_multi_process else {}
 
     @property
     def _weights(self) -> Any:
