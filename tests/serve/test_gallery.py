@@ -49,5 +49,3 @@ def test_who_reads_in_this_batch_keeps_its_places():
     looks = served(asked("0", "aaaaaa"), asked("1", "bbbb", "cc"), places=7)
     assert looks[0] == ("aaaaaa",)
     assert [image for own in looks[1:] for image in own] == ["bbbb", "cc"]
-
-
