@@ -22,6 +22,7 @@ from shardlm.plan.program_traffic import layers_traffic, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
 
+ROUNDING = 1e-9  # of sums in another order
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -191,6 +192,16 @@ def without_weights(sketch: Sketch, cluster: Cluster, layers: Layers | None = No
     no schedule can make faster: of all meshes that differ only in that split it is the same."""
     layers = layers or Layers.of(sketch, cluster)
     return _summed(sketch, cluster, layers.times, layers.timed(sketch, cluster), max(IN_STAGES.values()))
+
+
+def at_least_seconds(sketch: Sketch, cluster: Cluster, layers: Layers) -> float:
+    """No more than StepCost.step_seconds, whatever hides behind what: of layers their kernels, what they wait for, and
+    stages that are idle for both; nothing of weights."""
+    waits = [one for one in layers.timed(sketch, cluster) if not one.sent.beside and not one.sent.update]
+    busy = layers.times.forward + layers.times.backward + sum(one.seconds for one in waits)
+    staged = layers.times.staged + sum(one.seconds for one in waits if _in_stages(one.sent))
+    bubble = sketch.schedule.bubble_fraction()
+    return (1 - ROUNDING) * (busy + staged * bubble / (1 - bubble))
 
 
 def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:

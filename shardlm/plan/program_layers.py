@@ -184,7 +184,7 @@ def _embedding_gathered(sketch: Sketch) -> set[str]:
 
 
 def sent_by_rest(sketch: Sketch) -> tuple:
-    """What of where weights rest `activations` goes by: on meshes with the same inner axes (bound.INNER and pipeline)
+    """What of where weights rest `activations` goes by: on meshes with the same inner axes (alike.INNER and pipeline)
     for which this is the same, the same is sent."""
     mesh = sketch.mesh
     both_ways = mesh.pipeline > 1 and sketch.schedule.both_ways
