@@ -117,14 +117,17 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
     staged = shape.segments[shape.pipelined_segment()]
     for number, segment in enumerate(shape.segments):
         in_stages = mesh.pipeline > 1 and segment is staged
+        made: dict[BlockConfig, list[Op]] = {}  # layers that are alike have the very same
         for block in segment.pattern:
-            if in_stages:
-                idle = 1 / (1 - schedule.bubble_fraction())
-                run = _Run(sketch, _ends(block), sketch.passes * segment.repeats / mesh.pipeline, 0, idle)
-            else:
-                run = _Run.outside(sketch, _ends(block), segment.repeats, number)
-            for op in _all_of(sketch, block, ours):
-                yield changed(run(op), in_stages=in_stages or both_ways)
+            if block not in made:
+                if in_stages:
+                    idle = 1 / (1 - schedule.bubble_fraction())
+                    run = _Run(sketch, _ends(block), sketch.passes * segment.repeats / mesh.pipeline, 0, idle)
+                else:
+                    run = _Run.outside(sketch, _ends(block), segment.repeats, number)
+                ops = map(run, _all_of(sketch, block, ours))
+                made[block] = [changed(op, in_stages=in_stages or both_ways) for op in ops]
+            yield from made[block]
     for _ in range(shape.mtp.depth if shape.mtp else 0):
         run = _Run.outside(sketch, _ends(shape.mtp.block), 1, len(shape.segments))
         D, tokens = shape.embed_dim, sketch.tokens / mesh.tensor
