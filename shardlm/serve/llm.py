@@ -59,6 +59,8 @@ class LLM:
         reasoning_parser: str = "auto",
         allowed_media_domains: Sequence[str] | None = None,
         allowed_local_media_path: str | os.PathLike = "",
+        devices: Sequence[Any] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
         **options,
     ):
         """Loads a Hugging Face folder, a file of llama.cpp, adapters or a run, and compiles its programs.
@@ -67,6 +69,9 @@ class LLM:
           seed: of all replies whose own parameters have none, in the order in which they are asked for.
           reasoning_parser: how replies mark their thoughts, for thinking_token_budget, as of launch.serve.
           allowed_media_domains, allowed_local_media_path: where `chat` takes images from (media.py).
+          devices: of jax, over the first of which the mesh is; all by default. Of several processes, devices of this
+            one alone make an engine that the others have no part in.
+          progress: is called with how many programs of how many are compiled.
           options: fields of EngineConfig (build.py): max_model_len, block_size, quantization, ...
 
         Raises: ShardlmError for what does not fit or is not there.
@@ -81,7 +86,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.folder)
         self._usual = recommended(read_generation(self.folder))
         self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
-        self.engine, _ = build(model, config)
+        self.engine, _ = build(model, config, progress, devices)
         self._images = of_engine(self.engine, options.get("limit_mm_per_prompt"))
         self._ids = itertools.count()
         self._turn = threading.Lock()
