@@ -123,7 +123,8 @@ def images_of(prompt: Any) -> Sequence[Any]:
     if not isinstance(given, Mapping) or given.keys() - {"image"}:
         what = min(map(str, given.keys() - {"image"})) if isinstance(given, Mapping) else type(given).__name__
         raise ShardlmError(f'multi_modal_data has {what!r}; it is {{"image": one or a list}}')
-    images = given.get("image", ())
+    if (images := given.get("image")) is None:
+        return ()
     return images if isinstance(images, list | tuple) else (images,)
 
 

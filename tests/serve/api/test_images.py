@@ -335,7 +335,8 @@ def test_of_what_is_prompts_in_memory(llm):
     with pytest.raises(ShardlmError, match="this model reads text, and the prompt has 1 images; images are read by"):
         images.with_images(None, ids, [ONE], 100)
     assert images.images_of({"prompt": "a", "multi_modal_data": {"image": ONE}}) == (ONE,)
-    assert images.images_of({"prompt": "a", "multi_modal_data": {}}) == images.images_of("a") == ()
+    for none in ({}, {"image": None}, {"image": ()}, None):
+        assert images.images_of({"prompt": "a", "multi_modal_data": none}) == images.images_of("a") == ()
     for wrong in ({"video": 1}, [ONE]):
         with pytest.raises(ShardlmError, match=r'multi_modal_data has .*; it is {"image": one or a list}'):
             images.images_of({"prompt": "a", "multi_modal_data": wrong})
