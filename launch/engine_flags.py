@@ -1,8 +1,11 @@
 """Flags of the launchers that run the serving engine: its mesh, sizes, precisions and drafts. Imports no jax."""
 
+import json
 from typing import Any
 
 from absl import flags
+
+from shardlm.errors import ShardlmError
 
 AXES = {
     "tensor": "Devices to split heads, MLPs and vocabulary over.",
@@ -56,6 +59,11 @@ _SPECULATIVE = flags.DEFINE_string(
     None,
     "JSON of drafts to verify: {method: ngram, draft_model or mtp, num_speculative_tokens, ...}.",
 )
+_LIMITS = flags.DEFINE_string(
+    "limit_mm_per_prompt",
+    None,
+    'Images that a prompt may have, {"image": N} or image=N; by default as many as there is room for; 0: texts alone.',
+)
 _ENABLE_LORA = flags.DEFINE_bool("enable_lora", False, "Room for adapters beside the weights, which come later.")
 _MAX_LORAS = flags.DEFINE_integer("max_loras", 1, "Adapters at once, at least those that are given.", lower_bound=1)
 _MAX_LORA_RANK = flags.DEFINE_integer(
@@ -92,8 +100,21 @@ def engine_options() -> dict[str, Any]:
         "prefill_attention": _PREFILL.value,
         "fused_products": _FUSED.value,
         "deterministic": _DETERMINISTIC.value,
+        "limit_mm_per_prompt": _limits(),
         "enable_lora": _ENABLE_LORA.value,
         "max_loras": _MAX_LORAS.value,
         "max_lora_rank": _MAX_LORA_RANK.value,
         "speculative_config": SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None,
     }
+
+
+def _limits() -> dict[str, Any] | None:
+    """Raises ShardlmError for what is neither JSON nor image=N."""
+    given = _LIMITS.value
+    if not given:
+        return None
+    name, _, count = given.partition("=")
+    try:
+        return {name.strip(): int(count)} if count else json.loads(given)
+    except ValueError:
+        raise ShardlmError(f'--limit_mm_per_prompt={given}: give {{"image": N}} or image=N') from None

@@ -201,7 +201,8 @@ def serve_model(processes: int, held: socket.socket | None) -> int:
     sampling = recommended(read_generation(folder)) if _GENERATION_CONFIG.value == "auto" else {}
     engine, _ = build(_MODEL.value, config, compiling())
     print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
-    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template)
+    limits = config.limit_mm_per_prompt
+    llm = AsyncLLM(engine, model_name=_MODEL.value, template=template, limit_mm_per_prompt=limits)
     serve(llm, sampling, held)
     return 0
 

@@ -18,6 +18,7 @@ from shardlm.ops.delta_drafts import Few
 from shardlm.ops.gated_delta import CHUNK, SUMMED
 from shardlm.ops.gated_delta_rows import gradients_by_kernel as delta_gradients_by_kernel
 from shardlm.ops.gated_delta_rows import kept_outputs_by_kernel
+from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.summed_rows import gradients_by_kernel
 from shardlm.ops.summed_rows import outputs_by_kernel as summed_outputs_by_kernel
 from shardlm.ops.sums_of_one import sums_of_one
@@ -288,3 +289,22 @@ def test_matrices_that_sum_to_one_stay_in_registers(gpu):
     for name, (compute, given) in both.items():
         [code] = machine_code.kernels(compute, lambda given=given: given, gpu)
         assert code.name == name and not code.spilled and code.grid == (64, 1, 1)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+def test_a_chunk_with_images(gpu):
+    """Of Gemma 3's sizes: tokens of an image see those after them, by the kernel of other chunks."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    pool = array(jnp.bfloat16, 1024, 16, 8, 256)
+    rows = array(jnp.int32, 1, 2048)
+
+    def run(q, k, v, table, positions, **ahead):
+        return pallas(q, k, v, table, positions, jnp.int32(0), 0.06, 1024, **ahead)
+
+    given = array(jnp.bfloat16, 1, 2048, 16, 256), pool, pool, array(jnp.int32, 1, 512), rows
+    found = machine_code.kernels(run, lambda: given, gpu)
+    found += machine_code.kernels(lambda until, *rest: run(*rest, until=until), lambda: (rows, *given), gpu)
+    plain, ahead = (code for code in found if code.name == "paged_attention")
+    assert not ahead.spilled or ahead.spilled <= plain.spilled
+    assert ahead.loop["all"] <= 1.1 * plain.loop["all"]  # of blocks that not all rows see
+    assert ahead.blocks(gpu) == plain.blocks(gpu)

@@ -20,16 +20,14 @@ def reference(
     return _attend(q, k, v, scale, count, windows, windows)
 
 
-def full_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, count: jax.Array, windows: jax.Array | None = None
-) -> jax.Array:
-    """The same in blocks of queries."""
+def full_attention(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, count: jax.Array) -> jax.Array:
+    """The same of all to all, in blocks of queries."""
     P, N, H = q.shape
     size = _block(P, N)
     if size == P:
-        return reference(q, k, v, scale, count, windows)
-    blocks = (q.reshape(P // size, size, N, H), None if windows is None else windows.reshape(-1, size))
-    return jax.lax.map(lambda block: _attend(block[0], k, v, scale, count, block[1], windows), blocks).reshape(P, N, H)
+        return reference(q, k, v, scale, count)
+    blocks = q.reshape(P // size, size, N, H)
+    return jax.lax.map(lambda block: _attend(block, k, v, scale, count), blocks).reshape(P, N, H)
 
 
 def in_tiles(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, size: int) -> jax.Array:
@@ -44,7 +42,7 @@ def _block(patches: int, heads: int) -> int:
     return next(size for size in range(min(most, patches), 0, -1) if patches % size == 0)
 
 
-def _attend(q, k, v, scale, count, of_queries, of_keys) -> jax.Array:
+def _attend(q, k, v, scale, count, of_queries=None, of_keys=None) -> jax.Array:
     seen = jnp.broadcast_to(jnp.arange(k.shape[0]) < count, (q.shape[0], k.shape[0]))
     if of_keys is not None:
         seen &= of_queries[:, None] == of_keys[None]

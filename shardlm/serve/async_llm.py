@@ -140,7 +140,7 @@ class AsyncLLM:
         stream = Stream(asyncio.get_running_loop())
         adapter = await self._adapter_of(lora_request)
         options = {"text": text, "priority": priority, "embed": embed, "form": form, "salt": salt, "adapter": adapter}
-        options |= {"pictures": pictures} if pictures else {}
+        options["pictures"] = pictures
         self._do(lambda: self._add(request_id, tokens, params, options, stream), stream)
         finished = False
         try:

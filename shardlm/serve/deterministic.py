@@ -17,6 +17,7 @@ import numpy as np
 from shardlm.ops.batch_sampling import Sampled
 from shardlm.serve import token_rows
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.image_rows import image_tokens
 from shardlm.serve.inputs import fill_pages, one, sampling
 from shardlm.serve.launcher import Later
 from shardlm.serve.programs import Scores
@@ -90,10 +91,10 @@ class DeterministicRunner(Runner):
 
     def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
         run = functools.partial(token_rows.run, self.model, self.config.layout, self.config.decode_steps)
-        return {"tokens": (run, (TokenRows(self._where()), np.int32(1)))}
+        return {"tokens": (run, (self._rows(), np.int32(1)))}
 
     def _edits(self) -> dict[Any, tuple[Callable, tuple]]:
-        settings = one(0), *sampling((), 1)
+        settings = one(0), *sampling((), 1), *self._shift(0)
         return super()._edits() | {"begin": (lambda params, *rest: (token_rows.begin(*rest),), settings)}
 
     def start(
@@ -105,7 +106,7 @@ class DeterministicRunner(Runner):
         """As Runner.start."""
         self._prepare_all(batch, settings, masks)
         parts = _in_parts(_tokens(batch), self._part)
-        described = [self._where(batch, tokens) for tokens in parts]
+        described = [self._rows(batch, tokens) for tokens in parts]
         found = self._run_parts(described, batch.steps)
         self._copy(batch.saved)
         return Started(batch, tuple(Call(tokens, made) for tokens, made in zip(parts, found, strict=True)))
@@ -115,13 +116,25 @@ class DeterministicRunner(Runner):
         """Rows of the program."""
         return self.config.max_rows
 
-    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> Sequence[Later]:
-        """(Sampled, Scores, hidden) of each TokenRows.where."""
-        return [self._run("tokens", TokenRows(where), np.int32(steps)) for where in parts]
+    def _run_parts(self, parts: Sequence[TokenRows], steps: int) -> Sequence[Later]:
+        """(Sampled, Scores, hidden) of each."""
+        return [self._run("tokens", rows, np.int32(steps)) for rows in parts]
 
     def _begin(self, row: Row, settings: RequestSettings) -> None:
         super()._begin(row, settings)
-        self._run("begin", one(row.slot), *sampling([settings], 1))
+        self._run("begin", one(row.slot), *sampling([settings], 1), *self._shift(row.request.shift))
+
+    def _shift(self, shift: int) -> tuple[np.ndarray, ...]:
+        """What `token_rows.begin` takes of where a request's tokens are on three axes."""
+        return (one(shift),) if self.eyes and self.eyes.sight.axes else ()
+
+    def _rows(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> TokenRows:
+        """These tokens of a batch; the rest is padding."""
+        images = {}
+        if self.eyes:
+            own = [(batch.rows[token.row], token.offset) for token in tokens]
+            images = image_tokens(self.eyes.sight, own, self._part)
+        return TokenRows(self._where(batch, tokens), **images)
 
     def _where(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> np.ndarray:
         """TokenRows.where of these tokens of a batch; the rest is padding."""

@@ -81,6 +81,14 @@ class Gallery:
         self._looks.clear()
         self._free = list(range(self.size - 1, -1, -1))
 
+    def check_invariants(self) -> None:
+        """For tests. Raises AssertionError where a place is lost or in two images, or a reader is not one."""
+        places = [place for own in self._places.values() for place in own.tolist()]
+        assert sorted([*self._free, *places]) == list(range(self.size)), "places are lost or given twice"
+        readers = collections.Counter(digest for own in self._held.values() for digest in own)
+        assert readers == self._readers, "readers do not match who holds images"
+        assert readers.keys() <= self._places.keys(), "an image that is read has no places"
+
     def _make_room(self, count: int) -> None:
         """Gives up images that nobody reads, the least recently used first."""
         for digest in list(self._places):

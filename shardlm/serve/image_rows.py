@@ -29,6 +29,17 @@ def image_rows(sight: Sight | None, rows: Sequence[Row], size: tuple[int, int], 
     return found
 
 
+def image_tokens(sight: Sight, tokens: Sequence[tuple[Row, int]], size: int) -> dict[str, np.ndarray]:
+    """Fields of TokenRows, of tokens by their row and their place in its chunk."""
+    seen, turns = np.full((size, 1), -1, np.int32), np.zeros((size, 1, 3), np.int32)
+    for i, (row, offset) in enumerate(tokens):
+        if row.seen is not None:
+            seen[i] = row.seen[offset]
+        if sight.axes and row.tokens is not None:
+            turns[i] = row.request.turned(row.start + offset, row.start + offset + 1)
+    return {"seen": seen, "turns": turns} if sight.axes else {"seen": seen}
+
+
 def _until(rows: Sequence[Row], size: tuple[int, int]) -> np.ndarray:
     """The last position that each token sees: that of its image, or its own. Of padding, that of the row's last."""
     found = np.zeros(size, np.int32)

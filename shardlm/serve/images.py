@@ -15,7 +15,7 @@ from shardlm.serve.image_parts import SEEING
 from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
-from shardlm.vision.picture import Picture, Placed, expanded
+from shardlm.vision.picture import Picture, Placed
 from shardlm.vision.read import BadImage, file_of, pixels_of
 from shardlm.vision.sight import Sight
 
@@ -65,7 +65,7 @@ class Images:
     def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
         """The tokens of a prompt with those of its images, and where these are. Raises ShardlmError where it has more
         or fewer places for images than there are."""
-        return expanded(ids, pictures, self.sight.token, self.sight.vector, self.sight.tokens)
+        return self.sight.expanded(ids, pictures)
 
     def read(self, ids: Sequence[int], images: Sequence[Any], most: int) -> tuple[list[int], tuple[Placed, ...]]:
         """As `placed`, of images that are still to be prepared. Raises ShardlmError, and PromptTooLong as soon as
@@ -143,8 +143,7 @@ def check_cut(params: SamplingParams) -> None:
 
 def of_engine(engine: Any, limits: Mapping[str, int] | None) -> Images | None:
     """None: its model does not see."""
-    sight = getattr(engine, "sight", None)
-    return None if sight is None else Images(sight, engine.tokenizer, limits)
+    return None if engine.sight is None else Images(engine.sight, engine.tokenizer, limits)
 
 
 def _digest(kind: bytes, data: Any) -> bytes:

@@ -294,7 +294,7 @@ class LLM:
                     options = {"text": text, "priority": turns[i], "salt": salts[i] if salts else ""}
                     if pictures:
                         check_cut(own)
-                        options["pictures"] = pictures
+                    options["pictures"] = pictures
                     self.engine.add(ids[i], tokens, own, adapter=adapters[i], embed=embed, **options)
                 done: dict[str, RequestOutput] = {}
                 with count_bar("prompts", len(ids), shown) as tell:

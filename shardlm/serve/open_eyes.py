@@ -27,7 +27,7 @@ def sight_for(found: Found, config: EngineConfig) -> Sight | None:
     source = found.source
     here = isinstance(source, Pretrained) and holds_weights(pathlib.Path(source.folder))
     sight = sight_of(pathlib.Path(source.folder), source.options) if here and config.max_images != 0 else None
-    why = _cannot(config) if sight else "no encoder of it is known here"
+    why = _cannot(config, sight) if sight else "no encoder of it is known here"
     if sight and not why:
         return sight
     if config.max_images:
@@ -37,11 +37,13 @@ def sight_for(found: Found, config: EngineConfig) -> Sight | None:
     return None
 
 
-def _cannot(config: EngineConfig) -> str:
+def _cannot(config: EngineConfig, sight: Sight) -> str:
     """Why a model that sees is not to; "" where it can."""
     if config.mesh.pipeline > 1:
         return f"pipeline={config.mesh.pipeline} has stages"
-    return "deterministic=True reads each token alone" if config.deterministic else ""
+    if config.deterministic and sight.whole:
+        return "deterministic=True reads each token alone, and those of an image see the ones after them"
+    return ""
 
 
 def open_eyes(sight: Sight, source: Pretrained, dtype: jnp.dtype, embed_dim: int, mesh: Mesh) -> Eyes:

@@ -107,7 +107,8 @@ def decode(
         active = i < samples
         position = start + i
         read = (table, own.last, position, active, adapter, slot)
-        lm, hidden, pages = hidden_of_one(model, layout, params, pages, *read, shift=own.shift)
+        turns = shifted(position[:, None], own.shift)
+        lm, hidden, pages = hidden_of_one(model, layout, params, pages, *read, turns=turns)
         sampled, own = sampled_of(jax.reshard(lm.logits(hidden)[:, 0], WHOLE), own, position + 1, active)
         found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
         return pages, own, found
@@ -150,7 +151,7 @@ def chunk(
     `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole);
     `parts`: they may (Paged.parts)."""
     positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole, parts)
-    ctx = dataclasses.replace(ctx, seen=seen_by(state, rows), turns=rows.turns, until=rows.until)
+    ctx = dataclasses.replace(ctx, seen=seen_at(state, rows.seen), turns=rows.turns, until=rows.until)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
@@ -162,11 +163,9 @@ def chunk(
     return dataclasses.replace(state, pages=pages, slots=slots, drafts=drafts), *found
 
 
-def seen_by(state: ServeState, rows: ChunkRows) -> Seen | None:
-    """What the tokens of chunks are that stand for images."""
-    if state.vectors is None:
-        return None
-    return Seen(take(state.vectors, jnp.maximum(rows.seen, 0)), rows.seen >= 0)
+def seen_at(state: ServeState, places: jax.Array | None) -> Seen | None:
+    """What tokens are that stand for the vectors at places int32 [B, T], -1: for none; None: the model does not see."""
+    return None if places is None else Seen(take(state.vectors, jnp.maximum(places, 0)), places >= 0)
 
 
 def look(encoder: Encoder, params, state: ServeState, inputs: dict[str, jax.Array], count, places) -> ServeState:
@@ -264,13 +263,14 @@ def hidden_of_one(
     slot=None,
     rows: Rows = "known",
     sure=None,
-    shift=None,
+    **images,
 ):
-    """One token of each row: (the model with its parameters, hidden [B, 1, D], pages)."""
+    """One token of each row: (the model with its parameters, hidden [B, 1, D], pages). `images`: the context's `seen`
+    and `turns`."""
     position = jnp.where(active, position, 0)
     of_rows = {"adapter": adapter, "slot": slot, "rows": rows, "sure": sure}
     ctx = Paged.make(table, active[:, None], layout, model.execution, **of_rows)
-    ctx = dataclasses.replace(ctx, turns=shifted(position[:, None], shift))
+    ctx = dataclasses.replace(ctx, **images)
     lm = model.model(params)
     hidden, pages, _ = lm(token[:, None], position[:, None], ctx, pages)
     return lm, hidden, pages

@@ -19,13 +19,13 @@ from shardlm.mesh import MeshSpec
 from shardlm.serve import programs
 from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
+from shardlm.serve.before_batch import BeforeBatch
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
 from shardlm.serve.eyes import Eyes, sized
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.host_copies import Bundles, PageCopies, filling, told_of_room
 from shardlm.serve.host_pages import Move
-from shardlm.serve.image_rows import look_inputs
 from shardlm.serve.inputs import Inputs, one
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.memory_copies import NO_COPIES, copier
@@ -40,7 +40,7 @@ from shardlm.state import ModelDef, adapters_of, at_rest, replaced
 from shardlm.xla_options import resolve_profile
 
 
-class Runner:
+class Runner(BeforeBatch):
     """The model, its weights and the state on one mesh. Calls come from one thread."""
 
     def __init__(
@@ -301,11 +301,6 @@ class Runner:
         for pairs in self._inputs.copies(copies):
             self._run("copies", pairs)
 
-    def _allow(self, masks: Sequence[tuple[int, np.ndarray]]) -> None:
-        for arrays in self._inputs.masks(masks):
-            self._run("allowed", *arrays)
-        self._masked |= {slot for slot, _ in masks}
-
     @told
     def update_weights(self, params: Any, draft: Any = None) -> None:
         """New weights of the same shapes, of the draft model too where given; those that are not among them stay.
@@ -357,48 +352,6 @@ class Runner:
             return found
 
         return self._launchers[-1].submit(call)
-
-    def _prepare_all(
-        self,
-        batch: ScheduledBatch,
-        settings: Mapping[str, RequestSettings],
-        masks: Sequence[tuple[int, np.ndarray]],
-    ) -> None:
-        """What comes before a batch's own programs; arguments as of `start`."""
-        self._move(batch.moves)
-        self._copy(batch.restored)
-        for look in batch.looks:
-            size = self.eyes.size_of(look.picture.patches)
-            self._run(("look", size), *look_inputs(self.eyes.sight, look, size))
-        for row in batch.rows:
-            self._prepare(row, settings[row.request.id])
-        self._allow(masks)
-
-    def _prepare(self, row: Row, settings: RequestSettings) -> None:
-        """Makes a slot know what the row goes on from, where that is not what it sampled last."""
-        if row.fresh:
-            self._begin(row, settings)
-        if row.again:
-            self._count(row, settings)
-            last = (row.slot, row.request.tokens[-1], len(row.request.tokens) - 1)
-            self._run("last", *map(one, last))
-
-    def _count(self, row: Row, settings: RequestSettings) -> None:
-        """What the request in a slot has said, where that matters: all that is known, as the row may be the first of
-        several chunks in which it is computed anew."""
-        if not settings.penalised:
-            return
-        tokens, prompt_len = row.request.tokens, row.request.prompt_len
-        self._run("counts", *self._inputs.counts(row.slot, tokens[:prompt_len], tokens[prompt_len:]))
-
-    def _begin(self, row: Row, settings: RequestSettings) -> None:
-        """Makes a slot forget the request before, as far as the chunk program does not."""
-        if row.slot in self._masked:
-            self._allow([(row.slot, self._inputs.everything)])
-            self._masked.discard(row.slot)
-        self._count(row, settings)
-        if self.proposer and self.proposer.reads_text:
-            self._run("text", *self._inputs.text(row.slot, row.request.tokens))
 
     def _grouped(self, rows: list[tuple[int, Row]]) -> list[tuple[tuple[int, int], list[tuple[int, Row]]]]:
         """Chunks in programs: (size, rows)."""

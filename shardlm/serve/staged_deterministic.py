@@ -5,12 +5,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from shardlm.serve import stage_programs, stage_rows
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.launcher import Later, Part
 from shardlm.serve.staged_runner import StagedRunner
+from shardlm.serve.token_rows import TokenRows
 
 
 class StagedDeterministicRunner(DeterministicRunner, StagedRunner):
@@ -27,8 +26,8 @@ class StagedDeterministicRunner(DeterministicRunner, StagedRunner):
     def _part(self) -> int:
         return -(-self.config.max_rows // len(self.stages))
 
-    def _run_parts(self, parts: Sequence[np.ndarray], steps: int) -> list[Later]:
-        return [Part(held, _said) for held in self._in_turn(parts, steps)]
+    def _run_parts(self, parts: Sequence[TokenRows], steps: int) -> list[Later]:
+        return [Part(held, _said) for held in self._in_turn([rows.where for rows in parts], steps)]
 
 
 def _said(held: tuple) -> tuple:

@@ -4,6 +4,7 @@ cut, or on whether a token was generated or read again (https://thinkingmachines
 keeps kernels and makes each invariant; here nothing is asked of them but that a row's place does not matter)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,16 @@ import jax.numpy as jnp
 from shardlm.layers.page_layout import PageLayout
 from shardlm.models.transformer import Transformer
 from shardlm.ops.batch_sampling import Edits, RowSettings, Sampled
-from shardlm.serve.programs import WHOLE, Scores, hidden_of_one, keep_slots, none_sampled, sampled_of, scores_of
+from shardlm.serve.programs import (
+    WHOLE,
+    Scores,
+    hidden_of_one,
+    keep_slots,
+    none_sampled,
+    sampled_of,
+    scores_of,
+    seen_at,
+)
 from shardlm.serve.sampling_params import MAX_LOGPROBS
 from shardlm.serve.state import ServeState, Slots, put, take
 from shardlm.state import ModelDef
@@ -25,9 +35,13 @@ class TokenRows:
 
     where   int32 [M, 6 + W + 1]: slot, position, samples, the token or -1 for the slot's last one, the token whose
             score is wanted, whether it is (0 or 1), the row's pages in each group, and its adapter
+    seen    int32 [M, 1], which of the state's vectors the token stands for, -1: none; None: the model does not see
+    turns   int32 [M, 1, 3], where it is on three axes; None: it has one
     """
 
     where: jax.Array
+    seen: jax.Array | None = None
+    turns: jax.Array | None = None
 
 
 def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeState, rows: TokenRows, steps: jax.Array):
@@ -41,12 +55,26 @@ def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeStat
         pages, own, said = carry
         read, position, active = fed(where, own.last, i)
         given = (pages, where[:, 6:-1], read, position, active, where[:, -1], where[:, 0])
-        lm, hidden, pages = hidden_of_one(model, layout, params, *given, rows="in_turn")
+        images = of_images(state, rows, position, own.shift, i)
+        lm, hidden, pages = hidden_of_one(model, layout, params, *given, rows="in_turn", **images)
         own, said = sampled(lm, hidden, where, own, said, i)
         return pages, own, said
 
     pages, own, said = jax.lax.fori_loop(0, steps, step, (state.pages, own, said))
-    return ServeState(pages, kept(state.slots, where, own)), said.found, said.scores, said.first
+    state = dataclasses.replace(state, pages=pages, slots=kept(state.slots, where, own))
+    return state, said.found, said.scores, said.first
+
+
+def of_images(state: ServeState, rows: TokenRows, position: jax.Array, shift: jax.Array | None, i) -> dict[str, Any]:
+    """What the context of step i has of images: the first reads what is given, the others what follows."""
+    if rows.seen is None:
+        return {}
+    given = (i == 0) & (rows.where[:, 3:4] >= 0)
+    seen = seen_at(state, jnp.where(given, rows.seen, -1))
+    if shift is None:
+        return {"seen": seen}
+    later = jnp.broadcast_to((position + shift)[:, None, None], rows.turns.shape)
+    return {"seen": seen, "turns": jnp.where(given[..., None], rows.turns, later)}
 
 
 @jax.tree_util.register_dataclass
@@ -91,13 +119,21 @@ def kept(slots: Slots, where: jax.Array, own: Slots) -> Slots:
     return keep_slots(slots, jnp.where(samples > 0, slot, padding), own)
 
 
-def begin(state: ServeState, slot: jax.Array, settings: RowSettings, edits: Edits, told: jax.Array) -> ServeState:
-    """The requests that slots int32 [R] serve from now on."""
+def begin(
+    state: ServeState,
+    slot: jax.Array,
+    settings: RowSettings,
+    edits: Edits,
+    told: jax.Array,
+    shift: jax.Array | None = None,
+) -> ServeState:
+    """The requests that slots int32 [R] serve from now on; shift int32 [R] as ChunkRows has it."""
     slots = state.slots
     new = dataclasses.replace(
         slots,
         settings=put(slots.settings, slot, settings),
         edits=put(slots.edits, slot, edits),
         told=slots.told.at[slot].set(told),
+        shift=None if slots.shift is None else slots.shift.at[slot].set(shift),
     )
     return dataclasses.replace(state, slots=new)

@@ -91,16 +91,17 @@ class Gemma4TowerBlock(nnx.Module):
                 value = constant(-jnp.inf if limit.endswith("min") else jnp.inf)
                 setattr(self, f"{name}_{limit}", params((), (), value))
 
-    def __call__(self, x: jax.Array, count, execution: Execution, sines=None, windows=None, tile=0) -> jax.Array:
-        """x [P, D] -> the same shape; sines [P, 1, 2, H / 4]; the rest as Tower has it."""
-        own = self._attention(self.attention_norm(x, execution), count, execution, sines, windows)
+    def __call__(self, x: jax.Array, count, execution: Execution, sines, windows, whole) -> jax.Array:
+        """x [P, D] -> the same shape; sines [P, 1, 2, H / 4]; the rest as Tower has it, without windows."""
+        assert windows is None
+        own = self._attention(self.attention_norm(x, execution), count, execution, sines)
         x = x + self.after_attention(own, execution)
         return x + self.after_mlp(self._feed_forward(self.mlp_norm(x, execution), execution), execution)
 
-    def _attention(self, x, count, execution: Execution, sines, windows) -> jax.Array:
+    def _attention(self, x, count, execution: Execution, sines) -> jax.Array:
         q, k, v = (self._by("pd,dnh->pnh", x, f"w{letter}", execution) for letter in "qkv")
         q, k = (_turned(norm(a, execution), sines) for norm, a in ((self.q_norm, q), (self.k_norm, k)))
-        out = full_attention(q, k, self.v_norm(v, execution), 1.0, count, windows)
+        out = full_attention(q, k, self.v_norm(v, execution), 1.0, count)
         return self._by("pnh,nhd->pd", out, "wo", execution)
 
     def _feed_forward(self, x: jax.Array, execution: Execution) -> jax.Array:

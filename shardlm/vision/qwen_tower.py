@@ -10,7 +10,7 @@ from flax import nnx
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal
 from shardlm.ops.swiglu import activate
-from shardlm.vision.tower import Linear, Tower
+from shardlm.vision.tower import Linear, Tower, Windows
 
 
 class QwenEncoder(nnx.Module):
@@ -36,7 +36,8 @@ class QwenEncoder(nnx.Module):
         config = self.config
         x = self._embedded(inputs, execution)
         sines = self._sines(inputs["rows"], inputs["columns"])
-        x, kept = self.tower(x, count, execution, sines, inputs.get("windows"), config.everywhere, config.deep)
+        windows = Windows(inputs["windows"], (config.window * config.merge) ** 2) if config.window else None
+        x, kept = self.tower(x, count, execution, sines, windows, config.everywhere, config.deep)
         vectors = self.merger(x, execution)
         if config.deep:
             graph, stacked = nnx.split(self.deep)

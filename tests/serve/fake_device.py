@@ -30,6 +30,12 @@ def reply(prompt: list[int], params: SamplingParams, salt: str, max_model_len: i
     return new, "length"
 
 
+def shown(request, tokens: list[int], count: int) -> tuple:
+    """The first tokens, and the images that they stand for."""
+    images = [(one.start, one.picture.digest) for one in request.pictures if one.start < count]
+    return tuple(tokens[:count]), tuple(images)
+
+
 class FakeDevice:
     """`dispatch` takes what a program would be given; `run` does the work of the oldest one, later and in order. Each
     step verifies up to `drafts` tokens, of which a random number is right. With `memories` some layers remember, in
@@ -44,6 +50,7 @@ class FakeDevice:
         self.slots: list[list[int]] = [[] for _ in range(max_rows)]  # of each slot, the last sampled token included
         self.queue: list = []
         self.host: dict[int, list[np.ndarray]] = {}  # of each bundle in the host's memory, what its pages held
+        self.vectors: dict[int, tuple[bytes, int]] = {}  # of images, by their places
 
     def dispatch(self, batch, begun=()) -> None:
         """`begun`: ids of requests that hold pages and have had no row yet."""
@@ -82,6 +89,9 @@ class FakeDevice:
         batch, known, attempts = self.queue.pop(0)
         self._move(batch.moves)
         self._copy(batch.restored)
+        for picture, places in batch.looks:
+            self.vectors |= {place: (picture.digest, i) for i, place in enumerate(places.tolist())}
+        self._see(batch)
         out = np.full((len(batch.rows) + 1, batch.width + 1), -1)  # a padded row, as buckets have
         for index, row in enumerate(batch.rows):
             if row.tokens is not None:
@@ -124,6 +134,17 @@ class FakeDevice:
                 if page:
                     self.pool[page], self.writer[page] = held, None
 
+    def _see(self, batch) -> None:
+        """Each token of a chunk that stands for a part of an image finds it."""
+        for row in batch.rows:
+            if row.tokens is None or not row.request.pictures:
+                continue
+            want = {}
+            for one in row.request.pictures:
+                want |= {token: (one.picture.digest, i) for i, token in enumerate(one.takes.tolist())}
+            for token, place in enumerate(row.seen.tolist(), row.start):
+                assert (self.vectors[place] if place >= 0 else None) == want.get(token), f"{row} sees another image"
+
     def _copy(self, pairs) -> None:
         for old, new in pairs:
             assert self.memories[old], "nothing was kept there"
@@ -146,7 +167,7 @@ class FakeDevice:
                 place = self._place(table, position // stride)
                 assert self.writer[place] != (attempt, position), f"{row.request} writes position {position} twice"
                 self.writer[place] = attempt, position
-                self.pool[place] = (group, row.request.salt, tuple(fed[: position + 1]))
+                self.pool[place] = (group, row.request.salt, *shown(row.request, fed, position + 1))
 
     def _read(self, row, fed, written, tables) -> None:
         """What the queries of a step see, the first of them back to its window; of entries those that are complete."""
@@ -155,16 +176,16 @@ class FakeDevice:
             first = max(0, written.start - window + 1) if window else 0
             for position in range(first + stride - 1, written.stop, stride):
                 found = self.pool[self._place(table, position // stride)]
-                want = (group, row.request.salt, tuple(fed[: position + 1]))
+                want = (group, row.request.salt, *shown(row.request, fed, position + 1))
                 assert found == want, f"{row.request} attends to {found} at position {position}, not to {want}"
 
     def _remember(self, row, fed, written) -> None:
         """Goes on from what was read before, as a layer without pages does; from nothing at position 0."""
         if self.memories is None:
             return
-        before = row.request.salt, tuple(fed[: written.start])
+        before = row.request.salt, shown(row.request, fed, written.start)
         assert not written.start or self.memories[row.slot] == before, f"{row}: its slot remembers another text"
-        self.memories[row.slot] = row.request.salt, tuple(fed[: written.stop])
+        self.memories[row.slot] = row.request.salt, shown(row.request, fed, written.stop)
 
     def _sample(self, row, fed, written, tables) -> list[int]:
         """As far as drafts are right, and one token more; what the others wrote is written anew."""

@@ -21,7 +21,7 @@ MANY = 1000  # steps, of which no test takes so many
 class Engine:
     """A token for each request and step; a step takes one of `may_go`, and before says so by one of `waits`."""
 
-    tokenizer, max_model_len, runner, stop_ids, pooling = TOKENIZER, 64, None, (), Pooling(4)
+    tokenizer, max_model_len, runner, stop_ids, pooling, sight = TOKENIZER, 64, None, (), Pooling(4), None
 
     def __init__(self):
         self.may_go, self.waits, self.error = threading.Semaphore(0), threading.Semaphore(0), None

@@ -4,6 +4,7 @@ reply is the one that the request would get alone."""
 import random
 
 import hypothesis.strategies as st
+import numpy as np
 from fake_device import EOS, VOCAB, FakeDevice, reply
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,11 +19,13 @@ from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.scheduler_config import DRAFTS_AHEAD
 from shardlm.serve.snapshots import Snapshots
+from shardlm.vision.picture import Picture, Placed
 
 MAX_DELAY = 2  # batches that the host may be ahead of the one that lands
 MAX_MODEL_LEN = 20
 # Of each group its window and how many tokens a place stands for.
 GROUPS = (((0, 1),), ((0, 1),), ((0, 1), (3, 1)), ((5, 1),), ((0, 1), (2, 1), (2, 1), (7, 1)), ((5, 1), (0, 2)))
+IMAGE, IMAGES = 5, ("aa", "bbb", "cc", "ddddddd")  # the token that stands for parts of images, and some
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 6])  # shared by many prompts
 
 
@@ -60,6 +63,7 @@ class Serving(RuleBasedStateMachine):
         snapshots=st.sampled_from((None, None, 0, 1, 2, 5)),
         tail=st.integers(0, 3),
         bundles=st.sampled_from((None, None, 1, 2, 5)),
+        whole=st.booleans(),
     )
     def start(
         self,
@@ -76,6 +80,7 @@ class Serving(RuleBasedStateMachine):
         snapshots,
         tail,
         bundles,
+        whole,
     ):
         """`snapshots`: None for a model that remembers by pages alone, as those do that have entries."""
         windows, strides = zip(*groups, strict=True)
@@ -84,7 +89,8 @@ class Serving(RuleBasedStateMachine):
         drafts, caching = 0 if memories else drafts, caching and snapshots != 0
         tokens = max_rows * (1 + drafts) + budget
         cuts = Cuts() if least is None else Cuts(tuple(sorted({min(n, tokens) for n in (2, 4, 8, 16, 32)})), least)
-        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts, memories)
+        images = MAX_MODEL_LEN, whole and budget >= max(map(len, IMAGES))
+        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts, memories, *images)
         step = config.longest_step
         least = PageLayout(0, windows, (), strides=strides).pages_of(MAX_MODEL_LEN, page_size, step)
         kept = Snapshots(max_rows + 1, snapshots, page_size, page_size, tail) if snapshots and caching else None
@@ -104,12 +110,21 @@ class Serving(RuleBasedStateMachine):
         params=sampling_params(),
         priority=st.sampled_from((0, 0, 0, 0, 1, -1)),
         salt=st.sampled_from(("", "", "", "other")),
+        images=st.one_of(st.just([]), st.lists(st.sampled_from(IMAGES), max_size=2)),
     )
-    def add(self, prefix, rest, params, priority, salt):
-        self.ask(prefix + rest, params, priority, salt)
+    def add(self, prefix, rest, params, priority, salt, images):
+        prompt, placed = list(prefix), []
+        for image in images if not params.truncate_prompt_tokens else ():
+            if len(prompt) + len(image) + len(rest) < MAX_MODEL_LEN:
+                takes = len(prompt) + np.arange(len(image), dtype=np.int32)
+                picture = Picture({}, (1, len(image)), image.encode())
+                placed.append(Placed(picture, len(prompt), len(prompt) + len(image), takes))
+                prompt += [IMAGE] * len(image)
+        self.ask(prompt + rest, params, priority, salt, placed)
 
-    def ask(self, prompt, params, priority, salt):
-        request = Request(str(self.count), prompt, params, eos_ids=(EOS,), priority=priority, salt=salt)
+    def ask(self, prompt, params, priority, salt, pictures=()):
+        how = {"priority": priority, "salt": salt, "pictures": pictures}
+        request = Request(str(self.count), prompt, params, eos_ids=(EOS,), **how)
         self.count += 1
         if self.rng.random() < 0.3:
             self.taken_back.add(request)
@@ -123,7 +138,8 @@ class Serving(RuleBasedStateMachine):
     def go_on(self, data, rest, params):
         """Another turn of a conversation: what has ended may be cached to its last page."""
         last = data.draw(st.sampled_from(self.ended[-3:]))
-        self.ask([*last.tokens, *rest], params, 0, last.salt)
+        pictures = () if params.truncate_prompt_tokens else last.pictures
+        self.ask([*last.tokens, *rest], params, 0, last.salt, pictures)
 
     @property
     def ended(self) -> list[Request]:
@@ -182,6 +198,8 @@ class Serving(RuleBasedStateMachine):
             assert not any(kinds) and batch.steps in config.decode_steps
             assert batch.steps <= batch.width <= batch.steps * (1 + config.drafts)
         for row in rows:
+            inside = row.tokens and any(one.start < row.end < one.end for one in row.request.pictures)
+            assert not (config.whole_images and inside), "an image is cut"
             assert row.end > row.start and row.samples <= batch.steps * (1 + config.drafts)
             ahead = row.request.bound - len(row.request.tokens)
             assert row.request.most_in_flight <= max(1, ahead), "a mask needs every token"
@@ -220,6 +238,7 @@ class Serving(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         self.pages.check_invariants()
+        self.scheduler._holdings.gallery.check_invariants()
         for request, (tokens, reason) in self.wanted.items():
             assert list(request.generated) == self.streamed[request] == tokens[: len(request.generated)]
             assert len(request.page_hashes) <= len(request.tokens) // self.pages.page_size, "a hash of unknown tokens"

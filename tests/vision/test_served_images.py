@@ -1,6 +1,5 @@
 """Images in prompts, as an engine reads them, against transformers, and beside all else that engines do."""
 
-import numpy as np
 import pytest
 from seeing import noise, written
 from served import SIZES, Family, asked, drawn, held_to_transformers, replies, with_tokenizer
@@ -131,6 +130,18 @@ def test_text_alone(family, expected):
 def test_nothing_is_left_behind(llm):
     assert llm.engine.stats().num_running == 0
     gallery = llm.engine.scheduler._holdings.gallery
-    assert not gallery._held and not gallery._readers
-    places = np.concatenate([np.array(gallery._free, np.int32), *gallery._places.values()])
-    assert sorted(places.tolist()) == list(range(gallery.size))
+    assert not gallery._held
+    gallery.check_invariants()
+
+
+def test_the_deterministic_mode(family, llm):
+    """Its bits do not depend on what else is there, nor on what was found of a prompt."""
+    own = LLM(family.folder, deterministic=True, **SIZES)
+    held_to_transformers(family, own, ASKS[:2])
+    together = asked(own, ASKS, scored=True)
+    alone = [asked(own, [ask], scored=True)[0] for ask in ASKS]
+    again = asked(own, ASKS)
+    assert again[0].num_cached_tokens > 20
+    assert replies(together) == replies(alone) == replies(again)
+    for one, other in zip(together, alone, strict=True):
+        assert one.prompt_logprobs[1:] == other.prompt_logprobs[1:]

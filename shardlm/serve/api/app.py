@@ -126,7 +126,7 @@ class _About:
         service = self._service
         adapter = service.adapters.get(name)
         root = {"root": adapter.path, "parent": service.names[0]} if adapter else {"root": service.root}
-        return told(name, service.created, service.llm.max_model_len) | root
+        return told(name, service.created, service.llm.max_model_len, service.sees) | root
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(tokenizer_info(self._service.llm))

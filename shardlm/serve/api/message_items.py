@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.message_images import Said, image_part, joined
 from shardlm.serve.api.message_tools import chat_choice, functions, parallel
 from shardlm.serve.api.protocol import EXTRAS, ChatRequest, CountTokensRequest, is_billing
+from shardlm.serve.image_parts import SEEING
 from shardlm.serve.past_calls import INVALID_JSON
 
 Block = Mapping[str, Any]
@@ -22,15 +24,18 @@ _THINKING = ("enable_thinking", "thinking")  # of templates, which know one of t
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
-def chat_request(request: CountTokensRequest, later_system: bool, bounds_thoughts: bool) -> ChatRequest:
+def chat_request(
+    request: CountTokensRequest, later_system: bool, bounds_thoughts: bool, sees: bool = False
+) -> ChatRequest:
     """
     Args:
       later_system: whether the chat template shows a message of role system that is not the first; else users say it.
       bounds_thoughts: whether the length of thoughts can be bounded; else budget_tokens is what a template makes of it.
+      sees: whether the model reads images.
 
     Raises: ApiError.
     """
-    messages = _messages(request, later_system)
+    messages = _messages(request, later_system, sees)
     kind, budget = _thinking(request.thinking)
     options = {} if kind is None else dict.fromkeys(_THINKING, kind != "disabled")
     given = {name: getattr(request, name) for name in EXTRAS}
@@ -54,7 +59,7 @@ def chat_request(request: CountTokensRequest, later_system: bool, bounds_thought
     )
 
 
-def _messages(request: CountTokensRequest, later_system: bool) -> Chat:
+def _messages(request: CountTokensRequest, later_system: bool, sees: bool) -> Chat:
     """Turns of one role that follow each other are one. What the assistant said last is a beginning that it goes on
     with, unless it said nothing."""
     found: Chat = []
@@ -67,7 +72,7 @@ def _messages(request: CountTokensRequest, later_system: bool) -> Chat:
             begun = any(one["role"] != "system" for one in found)
             _append(found, "user" if begun and not later_system else "system", text)
         elif role == "user":
-            _read_user(found, content, f"{param}.content")
+            _read_user(found, content, f"{param}.content", sees)
         elif role == "assistant":
             _read_assistant(found, content, f"{param}.content")
         else:
@@ -89,26 +94,43 @@ def _system_text(system: str | Sequence[Block]) -> str:
     return _text([block for block in system if not is_billing(block)], "system")
 
 
-def _append(chat: Chat, role: str, text: str) -> None:
+def _append(chat: Chat, role: str, said: Said) -> None:
     """To the last message, if it is of this role too."""
     if chat and chat[-1]["role"] == role:
-        chat[-1]["content"] = "\n".join(filter(None, (chat[-1]["content"], text)))
-    elif role != "system" or text:
-        chat.append({"role": role, "content": text})
+        chat[-1]["content"] = joined(chat[-1]["content"], said)
+    elif role != "system" or said:
+        chat.append({"role": role, "content": said})
 
 
-def _read_user(chat: Chat, content: Any, param: str) -> None:
+def _read_user(chat: Chat, content: Any, param: str, sees: bool) -> None:
     for block, where in _blocks(content, param):
         if block["type"] == "tool_result":
             id = _named(block, "tool_use_id", where)
-            text = "" if block.get("content") is None else _text(block["content"], f"{where}.content")
-            if block.get("is_error") and "error" not in text[:40].lower():
-                text = f"Error: {text}"  # a chat has no other place for it
-            chat.append({"role": "tool", "tool_call_id": id, "content": text})
+            said = "" if block.get("content") is None else _result(block["content"], f"{where}.content", sees)
+            if block.get("is_error") and not (isinstance(said, str) and "error" in said[:40].lower()):
+                said = (
+                    f"Error: {said}" if isinstance(said, str) else joined("Error:", said)
+                )  # a chat has no other place
+            chat.append({"role": "tool", "tool_call_id": id, "content": said})
         else:
-            _append(chat, "user", _text_of(block, where))
+            _append(chat, "user", _said(block, where, sees))
     if not content:
         _append(chat, "user", "")
+
+
+def _result(content: Any, param: str, sees: bool) -> Said:
+    """Of a tool."""
+    if not sees or not any(block["type"] == "image" for block, _ in _blocks(content, param)):
+        return _text(content, param)
+    said: Said = ""
+    for block, where in _blocks(content, param):
+        said = joined(said, _said(block, where, sees))
+    return said
+
+
+def _said(block: Block, param: str, sees: bool) -> Said:
+    """A text, or an image as chats have it. Raises ApiError."""
+    return [image_part(block, param)] if sees and block["type"] == "image" else _text_of(block, param)
 
 
 def _read_assistant(chat: Chat, content: Any, param: str) -> None:
@@ -166,7 +188,8 @@ def _text_of(block: Block, param: str) -> str:
         part = "data" if source["type"] == "text" else "content"
         return _headed(block, ("title", "context"), _text(source.get(part), f"{param}.source.{part}"))
     what = f"{kind} of source {source.get('type')!r:.50}" if isinstance(source, Mapping) else kind
-    message = f"{param} is of type {what:.100}; this model reads text"
+    hint = f": {SEEING}" if kind == "image" else ""
+    message = f"{param} is of type {what:.100}; this model reads text{hint}"
     raise ApiError(message, param=param)
 
 

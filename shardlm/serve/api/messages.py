@@ -1,5 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens, as Anthropic's clients ask and are answered
-(https://docs.anthropic.com/en/api/messages): text, thoughts and calls of tools. Nothing is signed, nor any tool run."""
+(https://docs.anthropic.com/en/api/messages): text, images, thoughts and calls of tools. Nothing is signed, and no tool
+run."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any
@@ -49,7 +50,7 @@ def _chat(call: Call, request: CountTokensRequest) -> ChatRequest:
     if service.shows_later_system is None:
         service.shows_later_system = conversation.shows_later_system(service.llm.template)
     bounds = service.reasoning is not None and service.reasoning.ends_by_mark
-    return items.chat_request(request, service.shows_later_system, bounds)
+    return items.chat_request(request, service.shows_later_system, bounds, service.sees)
 
 
 async def _named(events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:

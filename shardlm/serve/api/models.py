@@ -7,9 +7,10 @@ from typing import Any
 Model = dict[str, Any]
 
 
-def told(name: str, created: int, max_model_len: int) -> Model:
-    """`created`: seconds since 1970."""
-    return {
+def told(name: str, created: int, max_model_len: int, sees: bool = False) -> Model:
+    """`created`: seconds since 1970. `sees`: the model reads images, as Mistral's clients and Anthropic's find it."""
+    able = {"capabilities": {"vision": True, "image_input": {"supported": True}}} if sees else {}
+    return able | {
         "id": name,
         "object": "model",
         "created": created,

@@ -6,25 +6,28 @@ from typing import Any
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import EXTRAS, ChatRequest, ResponsesRequest
 from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
+from shardlm.serve.image_parts import is_image
 from shardlm.serve.messages import BadMessage, plain_text, read_arguments
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
+_NO_WORDS = {"type": "text", "text": ""}
 _RESULTS = ("function_call_output", "custom_tool_call_output")
 _STATEFUL = ("previous_response_id", "background", "conversation", "prompt")
 # Of a chat, and what they are called here.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
-def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """Raises ApiError for what needs a server that remembers, and for items that a text model cannot read."""
+def chat_request(request: ResponsesRequest, sees: bool = False) -> ChatRequest:
+    """`sees`: whether the model reads images. Raises ApiError for what needs a server that remembers, and for items
+    that the model cannot read."""
     for name in _STATEFUL:
         if getattr(request, name):
             raise ApiError(f"{name} is not supported: this server remembers nothing; send the whole input", param=name)
     text_format = request.text.format if request.text else None
     logprobs, tools = LOGPROBS in (request.include or ()), offered(request)
     return ChatRequest(
-        messages=_messages(request),
+        messages=_messages(request, sees),
         tools=[{"type": "function", "function": tool.function} for tool in tools.values()] or None,
         tool_choice=chat_choice(request, tools),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -38,19 +41,19 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(request: ResponsesRequest, sees: bool) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     for i, item in enumerate(request.input):
-        _append(messages, item, f"input[{i}]")
+        _append(messages, item, f"input[{i}]", sees)
     return messages
 
 
-def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
+def _append(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str, sees: bool) -> None:
     kind = item.get("type", "message")
     for name in ("content", "output") if kind in ("message", *_RESULTS) else ():
-        _check_text(item.get(name), f"{param}.{name}")
+        _check_content(item.get(name), f"{param}.{name}", sees)
     if kind == "message":
         last = messages[-1] if messages else {}
         if item.get("role") == "assistant" and _only_thought(last):
@@ -93,7 +96,9 @@ def _namespace(item: Mapping[str, Any], param: str) -> str | None:
     return found
 
 
-def _check_text(content: Any, param: str) -> None:
+def _check_content(content: Any, param: str, sees: bool) -> None:
+    if sees and isinstance(content, list):
+        content = [_NO_WORDS if is_image(part) else part for part in content]
     try:
         plain_text(content, param)
     except BadMessage as error:

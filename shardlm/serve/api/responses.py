@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | Events:
     try:
-        asked, replies = await begin(call, items.chat_request(await fitting(call, request)))
+        asked, replies = await begin(call, items.chat_request(await fitting(call, request), call.service.sees))
     except ApiError as error:
         raise renamed(error, items.NAMES) from None
     call.service.leave_out(left_out(request))

@@ -53,6 +53,11 @@ class Service(Serving):
         await self.llm.drain()
 
     @property
+    def sees(self) -> bool:
+        """Whether the model reads images."""
+        return self.llm.images is not None
+
+    @property
     def adapters(self) -> dict[str, Adapter]:
         """Those that are loaded, by name."""
         return {adapter.name: adapter for adapter in self.llm.adapters}

@@ -25,7 +25,7 @@ async def fitting(call: Call, request: ResponsesRequest) -> ResponsesRequest:
     most, given = call.service.llm.max_model_len, request.max_output_tokens
     room = most - (given if given is not None and 0 <= given < most else 1)  # as truncate_prompt_tokens=-1 has it
     shorter = [request] if isinstance(request.input, str) else _shorter(request)
-    count = await fewest_left_out(call, len(shorter), lambda i: items.chat_request(shorter[i]), room)
+    count = await fewest_left_out(call, len(shorter), lambda i: items.chat_request(shorter[i], call.service.sees), room)
     if count == len(shorter):
         raise PromptTooLong(
             f"truncation=auto leaves out earlier turns, and the last one with the instructions has more than {room} "

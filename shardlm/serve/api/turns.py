@@ -15,6 +15,8 @@ from shardlm.serve.api.sampling import beam_params, sampling_params
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.tools.choose import PlainParser, Tools, choose, style_of
 from shardlm.serve.api.tools.reader import CallDelta
+from shardlm.serve.image_parts import has_images
+from shardlm.serve.images import check_cut
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
@@ -132,10 +134,11 @@ async def begin(
     tokens = await _encoded(call, request, text, params.truncate_prompt_tokens is not None)
     beams = beam_params(request, params)
     prompt: list[int] | dict = [*before, *tokens]
-    if pictures := await pictures_of(call, request.messages):
+    if any(map(has_images, request.messages)):
+        check_cut(params)
         if beams:
             raise ApiError("use_beam_search is of texts alone; leave it out, or the images", param="use_beam_search")
-        prompt = {"prompt_token_ids": prompt, "multi_modal_data": {"image": pictures}}
+        prompt = {"prompt_token_ids": prompt, "multi_modal_data": {"image": await pictures_of(call, request.messages)}}
     replies = await call.replies([prompt], params, request.priority or 0, request.cache_salt or "", beams)
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)

@@ -1,11 +1,16 @@
 """The page at / as a person uses it, in headless Chromium: SHARDLM_CHROMIUM names the browser."""
 
+import base64
 import contextlib
+import io
 
 import chromium
+import numpy as np
 import pytest
 from client import Client
 from fake_llm import FakeLLM
+from PIL import Image
+from seeing_llm import SeeingLLM, picture
 from sockets import listens
 
 from shardlm.serve.adapter_table import Adapter, LoRARequest
@@ -102,3 +107,63 @@ def test_a_person_chats_and_watches(tmp_path):
         page.press_enter()
         assert "asks for a key" in page.until("document.querySelector('#talk > .error')?.textContent")
     assert len(llm.aborted) == 1 and not llm.running
+
+
+EVENTS = {
+    "paste": "document.getElementById('text').dispatchEvent(new ClipboardEvent('paste', {clipboardData: d}))",
+    "drop": "document.dispatchEvent(new DragEvent('drop', {dataTransfer: d}))",
+}
+
+
+def dropped(kind, data):
+    """JavaScript: a file is pasted into the text, or dropped anywhere."""
+    file = f"Uint8Array.from(atob('{base64.b64encode(data).decode()}'), c => c.charCodeAt(0))"
+    file = f"new File([{file}], 'a.png', {{type: 'image/png'}})"
+    return f"const d = new DataTransfer(); d.items.add({file}); {EVENTS[kind]}"
+
+
+def run(page, script):
+    page.value(f"(() => {{ {script} }})()")
+
+
+def test_images_are_sent_where_the_model_sees(tmp_path):
+    llm = SeeingLLM()
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 2500, 3), np.uint8))
+    large = io.BytesIO()
+    noise.save(large, "PNG")
+    assert large.tell() > 2**20
+    with serving(llm) as address, chromium.browser(BROWSER, tmp_path) as page:
+        page.open(address)
+        page.until("!document.getElementById('attach').hidden")
+        for count, (kind, file) in enumerate(
+            [("paste", picture()), ("drop", picture(16, 16)), ("drop", large.getvalue())], 1
+        ):
+            run(page, dropped(kind, file))
+            page.until(f"document.querySelectorAll('#images > img').length == {count}")
+        run(page, dropped("drop", picture(64, 64)))
+        page.until("document.querySelectorAll('#images > img').length == 4")
+        run(page, "document.querySelector('#images > img:last-child').click()")
+        page.type("text", "what are they?")
+        page.press_enter()
+        page.until(f"document.querySelectorAll('.user > img').length == 3 && {LAST}.textContent == {llm.reply!r}")
+        assert page.value("document.querySelectorAll('#images > img').length") == 0
+        assert [one.picture.grid for one in llm.pictures[-1]] == [(2, 3), (1, 1), (491 // 16, 2048 // 16)]
+        assert "what are they?" in llm.seen[-1][0]
+        page.until("document.getElementById('send').textContent == 'Send'")
+        run(page, dropped("paste", picture(32, 16)))
+        page.until("document.querySelectorAll('#images > img').length == 1")
+        page.press_enter()
+        page.until("document.querySelectorAll('.user').length == 2")
+        page.until("document.getElementById('send').textContent == 'Send'")
+        assert [one.picture.grid for one in llm.pictures[-1]][3:] == [(2, 1)] and page.errors == []
+        run(page, dropped("drop", b"no image" * 2**18))
+        page.until("document.querySelector('#talk > .error')?.textContent.startsWith('a.png: ')")
+
+
+def test_a_model_that_reads_text_has_no_button_for_images(tmp_path):
+    with serving(FakeLLM()) as address, chromium.browser(BROWSER, tmp_path) as page:
+        page.open(address)
+        page.until("document.querySelectorAll('#which > option').length == 1")
+        run(page, dropped("drop", picture()))
+        assert page.value("document.getElementById('attach').hidden && !document.querySelector('img')")
+        assert page.errors == []

@@ -1,12 +1,14 @@
 """Which replica is chosen: the rule by hand, and what holds whatever comes."""
 
 import json
+import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardlm.serve.api.settings import HttpSettings
 from shardlm.serve.router.policy import Policy, PrefixMemory
-from shardlm.serve.router.prompt import BLOCK, MOST_BLOCKS, hints
+from shardlm.serve.router.prompt import BLOCK, IMAGE, MOST_BLOCKS, hints
 
 
 def blocks(*names):
@@ -138,6 +140,47 @@ def test_beginnings_of_anthropics_requests():
     assert len(first) == 7 and asks(2, marked, [result], said)[:7] == first == asks(3, "t" * 600, [result])
     assert of(model="m", system="t" * 600, messages=[]).blocks == first[:2]
     assert of(model="m", system="u" * 600, messages=[]).blocks[0] != first[0]
+
+
+def test_beginnings_with_images():
+    """Each counts as about as many blocks as its tokens fill, whatever its file has, and what follows decides too."""
+    large, other = "A" * 10_000_000 + "b", "A" * 10_000_000 + "c"
+    words, text = "w" * BLOCK * 2, {"type": "text", "text": "t" * BLOCK * 2}
+
+    def openai(data):
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+    def anthropic(data):
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    def chat(*contents):
+        return of(messages=[{"role": "user", "content": one} for one in contents]).blocks
+
+    for part in (openai, anthropic, lambda data: {"type": "input_image", "image_url": f"data:,{data}"}):
+        first = chat(words, [part(large), text])
+        assert len(first) == 2 + IMAGE // BLOCK + 2
+        assert chat(words, [part(large), text], "more")[: len(first)] == first
+        assert chat(words, [part(other), text])[:3] == first[:2] + chat(words, [part(other)])[2:3] != first[:3]
+        assert chat(words, [part(large), {"type": "text", "text": "u" * 600}])[:18] == first[:18] != first
+    tool = [{"type": "tool_result", "tool_use_id": "1", "content": [text, anthropic(large)]}]
+    assert 18 <= len(chat(tool)) <= 19
+    marked = [{**anthropic(large), "cache_control": {"type": "ephemeral"}}]
+    assert chat(marked) == chat([anthropic(large)]) != chat([anthropic(other)])
+    ollama = [{"role": "user", "content": words, "images": [large]}]
+    assert len(of(messages=ollama).blocks) == 18 == len(of(prompt=words, images=[large]).blocks)
+    assert of(messages=ollama).blocks != of(messages=[{**ollama[0], "images": [other]}]).blocks
+    assert of(prompt=words, images=[large]).blocks != of(prompt=words, images=[other]).blocks
+    for wrong in (5, "x", {"a": 1}, [None, 5]):
+        assert of(prompt="a", images=wrong, model=3).model is None
+
+
+def test_a_body_of_images_is_looked_at_in_little_time():
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000_000}}
+    body = json.dumps({"messages": [{"role": "user", "content": [part, part, part]}]}).encode()
+    assert len(body) < HttpSettings().max_body
+    begun = time.process_time()
+    assert len(hints(body).blocks) == 3 * IMAGE // BLOCK
+    assert time.process_time() - begun < 1  # 0.05 s; a character at a time it were ten
 
 
 def test_bodies_that_make_no_sense_have_no_beginning():

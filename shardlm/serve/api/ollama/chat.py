@@ -27,7 +27,7 @@ async def chat(call: Call, request: OllamaChatRequest) -> Json | Events:
         raise ApiError(f'"{request.model}" does not support chat: {why}', param="messages")
     wishes.pop("truncate_prompt_tokens", None)  # whole turns are left out, as templates refuse half of one
     asked = ChatRequest(
-        messages=chat_messages(request.messages),
+        messages=chat_messages(request.messages, call.service.sees),
         tools=functions(request.tools),
         continue_final_message=goes_on(request.messages),
         logprobs=top is not None,

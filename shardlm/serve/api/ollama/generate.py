@@ -8,7 +8,7 @@ from shardlm.serve.api.endpoint import Events
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.ollama import options
 from shardlm.serve.api.ollama.lines import Reply, Said, as_response, head
-from shardlm.serve.api.ollama.messages import check_images
+from shardlm.serve.api.ollama.messages import image_parts, with_images
 from shardlm.serve.api.ollama.protocol import OllamaGenerateRequest
 from shardlm.serve.api.protocol import ChatRequest, CompletionRequest, Json
 from shardlm.serve.api.sampling import sampling_params
@@ -24,12 +24,15 @@ _INSERT = "does not support insert: write suffix into a raw prompt, as the model
 async def generate(call: Call, request: OllamaGenerateRequest) -> Json | Events:
     top, wishes = options.top_logprobs(request), options.sampled(call.service, request)
     _check(request)
-    if not request.prompt:  # to have the model loaded, as it is
+    images = image_parts(request.images, "images", call.service.sees)
+    if not request.prompt and not images:  # to have the model loaded, as it is
         return head(request.model) | as_response(Said()) | {"done": True, "done_reason": "load"}
     plain = request.raw or call.service.llm.template is None
     if plain and request.system:
         message = "system needs a chat template, and this model has none; write it into the prompt"
         raise ApiError(message, param="system")
+    if plain and images:
+        raise ApiError("images need the chat template, which writes their places; leave raw out", param="images")
     try:
         ask = _plain if plain else _through_template
         asked, replies = await ask(call, request, top, wishes)
@@ -47,15 +50,16 @@ def _check(request: OllamaGenerateRequest) -> None:
         raise ApiError(f"template is not supported; {_OWN_TEMPLATE}", param="template")
     if request.suffix:
         raise ApiError(f'"{request.model}" {_INSERT}', param="suffix")
-    check_images(request.images, "images")
 
 
 async def _through_template(
     call: Call, request: OllamaGenerateRequest, top: int | None, wishes: Json
 ) -> tuple[Asked, AsyncIterator[RequestOutput]]:
     system = [{"role": "system", "content": request.system}] if request.system else []
+    parts = image_parts(request.images, "images", call.service.sees)
+    content = with_images(parts, request.prompt) if parts else request.prompt
     asked = ChatRequest(
-        messages=[*system, {"role": "user", "content": request.prompt}],
+        messages=[*system, {"role": "user", "content": content}],
         logprobs=top is not None,
         top_logprobs=top,
         **wishes,

@@ -6,15 +6,18 @@ from typing import Any
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import Json
+from shardlm.serve.image_parts import SEEING
 
 
-def chat_messages(messages: Sequence[Json]) -> list[Json]:
-    """Raises ApiError."""
+def chat_messages(messages: Sequence[Json], sees: bool = False) -> list[Json]:
+    """`sees`: whether the model reads images. Raises ApiError."""
     found: list[Json] = []
     waiting: list[tuple[str, Any]] = []  # (id, name) of calls without a result
     for i, message in enumerate(messages):
-        check_images(message.get("images"), f"messages[{i}].images")
+        parts = image_parts(message.get("images"), f"messages[{i}].images", sees)
         own = {name: value for name, value in message.items() if name not in ("images", "tool_name", "tool_calls")}
+        if parts:
+            own["content"] = with_images(parts, message.get("content"))
         if message.get("tool_calls"):
             own["tool_calls"] = _calls(message["tool_calls"], i)
             waiting = [(call["id"], call["function"].get("name")) for call in own["tool_calls"]]
@@ -39,10 +42,21 @@ def functions(tools: Sequence[Json] | None) -> list[Json] | None:
     return [tool if tool.get("type") is not None else {**tool, "type": "function"} for tool in tools or ()] or None
 
 
-def check_images(images: Any, param: str) -> None:
-    """Raises ApiError where there are any."""
-    if images:
-        raise ApiError(f"{param}: this model reads text, and images are not supported", param=param)
+def image_parts(images: Any, param: str, sees: bool) -> list[Json]:
+    """Files in base64 as a chat has them. Raises ApiError for what is none, and for any with a model that reads text
+    alone."""
+    if not images:
+        return []
+    if not sees:
+        raise ApiError(f"{param}: this model reads text, and images are not supported: {SEEING}", param=param)
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise ApiError(f"{param} must be a list of files in base64", param=param)
+    return [{"type": "image_url", "image_url": {"url": f"data:;base64,{one}"}} for one in images]
+
+
+def with_images(parts: Sequence[Json], content: Any) -> list[Json]:
+    """Images stand before what is said of them, as Ollama has it."""
+    return [*parts, *([{"type": "text", "text": content}] if content else [])]
 
 
 def _calls(calls: Any, i: int) -> list[Json]:

@@ -136,7 +136,8 @@ def _abilities(service: Service, template: str) -> list[str]:
     if service.llm.pooling.classifier is not None:  # which writes nothing
         return ["embedding"]
     tools = service.llm.template is not None and ("tools" in template or bool(service.llm.template.tool_source))
-    return ["completion"] + ["tools"] * tools + ["thinking"] * (service.reasoning is not None)
+    thinks = service.reasoning is not None
+    return ["completion"] + ["tools"] * tools + ["thinking"] * thinks + ["vision"] * service.sees
 
 
 def _parameters(service: Service) -> str:
