@@ -29,8 +29,9 @@ FAMILIES = {
     "gemma4": ({}, 2520),
     "kimi_k25": ({}, 4096),
     "llama4": ({}, 4096),
+    "internvl": ({}, 4096),
 }
-TOKENS = ["[IMG_BREAK]", "[IMG_END]", "\n\n", "\n\n\n", "\n\n\n\n"]
+TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "\n\n", "\n\n\n", "\n\n\n\n"]
 TOKENS += [f"<|{name}|>" for name in ("image_start", "image", "image_end", "tile_x_separator", "tile_y_separator")]
 
 

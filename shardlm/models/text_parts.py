@@ -13,6 +13,7 @@ SEEING = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "glm5_next": "glm5_next_text",
+    "internvl": "",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "minimax_m3_vl": "minimax_m3_vl_text",
@@ -28,6 +29,7 @@ SEEING = {
     "qwen4_exp": "qwen4_exp_text",
     "step3p7": "step3p5",
 }
+USUAL = {"internvl": "qwen2", "mistral3": "mistral"}  # where text_config says none
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -36,6 +38,8 @@ ARCHITECTURES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "glm5_next_text": "Glm5NextTextModel",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -83,7 +87,7 @@ def text_config(config: Config) -> Config:
     found = GEMMA3 if kind == "gemma3" else {}
     found = found | {name: config[name] for name in OF_BOTH if config.get(name) is not None}
     found |= {name: value for name, value in inner.items() if value is not None and name not in OF_PICTURES}
-    found["model_type"] = SEEING[kind] or found.get("model_type", "mistral")
+    found["model_type"] = SEEING[kind] or found.get("model_type", USUAL[kind])
     for name in ("rope_scaling", "rope_parameters"):
         if found.get(name):
             found[name] = _of_axes(kind, found[name])
@@ -121,5 +125,5 @@ def _tied(kind: str, config: Config, inner: Config) -> bool | None:
     whole, text = config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         return bool(whole or text)
-    first, second = (text, whole) if kind in ("mistral3", "gemma3") else (whole, text)
+    first, second = (text, whole) if kind in ("mistral3", "gemma3", "internvl") else (whole, text)
     return second if first is None else first

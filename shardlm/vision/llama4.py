@@ -16,12 +16,22 @@ from shardlm.layers.param import Execution, Params, in_use, normal
 from shardlm.models.naming import Names, Tensor
 from shardlm.models.text_parts import text_config
 from shardlm.ops.swiglu import activate
+from shardlm.vision.attending import Tiles
 from shardlm.vision.images import places, processing, token_ids
 from shardlm.vision.llama4_images import Llama4Images
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.sight import Sight
 from shardlm.vision.tiles import tile_sizes
-from shardlm.vision.tower import Linear, Patches, Tower, TowerConfig, block_names, linear_names, norm_names, sines_of
+from shardlm.vision.tower import (
+    Linear,
+    Patches,
+    Tower,
+    TowerConfig,
+    block_names,
+    linear_names,
+    norm_names,
+    sines_of,
+)
 from shardlm.vision.tower_weights import Tensors
 
 NORM = NormConfig("layer", 1e-5)
@@ -121,7 +131,7 @@ class Llama4Encoder(nnx.Module):
         x = jnp.concatenate([x, own], axis=1) + in_use(self.positions, execution)[self.config.order]
         x = self.first_norm(x.reshape(-1, D), execution)
         sines = sines_of(jnp.tile(self.config.angles, tiles), self.config.frequencies)
-        x, _ = self.tower(x, count, execution, sines, tile=each + 1)
+        x, _ = self.tower(x, count, execution, sines, Tiles(each + 1))
         x = self.last_norm(x, execution).reshape(tiles, each + 1, D)[:, :-1]
         x = x.reshape(-1, self.config.merge**2 * D)
         for product in (self.first, self.second):

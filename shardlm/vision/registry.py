@@ -10,6 +10,7 @@ from shardlm.vision.sight import Sight
 FAMILIES = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "internvl": "internvl",
     "kimi_k25": "kimi",
     "llama4": "llama4",
     "mistral3": "pixtral",
