@@ -22,6 +22,7 @@ QWEN3 = {"hidden_size": 1024, "depth": 24, "intermediate_size": 4096, "deepstack
 FAMILIES = {
     "qwen2_vl": ({}, 4096),
     "qwen2_5_vl": ({"hidden_size": 1280}, 4096),
+    "exaone4_5": ({"hidden_size": 1280}, 4096),
     "qwen3_vl": (QWEN3, 4096),
     "qwen3_5": ({}, 4096),  # heads of 72
     "mistral3": ({}, 4096),
