@@ -19,15 +19,15 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Of so many rows after each other, that attend to each other: whole ones, whatever the count."""
+    """Windows of `size` rows each, all of which are there, whatever the count of patches."""
 
     size: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Attending:
-    """To all of the first `count` int32 patches, or inside of tiles, or of windows but in a layer that is `whole`
-    (bool). `implementation` as Execution.attention has it."""
+    """To all of the first `count` int32 patches; or inside of `windows`, but in a layer that is `whole` (bool).
+    `implementation` as Execution.attention has it."""
 
     count: jax.Array
     implementation: str
