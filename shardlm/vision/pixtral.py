@@ -34,13 +34,25 @@ from shardlm.vision.tower import (
 from shardlm.vision.tower_weights import Tensors
 
 RMS = NormConfig("rms", 1e-5)
+PREFIXES = ("vision_tower.", "multi_modal_projector.")
+MISTRALS = (  # names in Mistral's own files, and those of transformers
+    (r"^vision_encoder\.", "vision_tower."),
+    (r"^pre_mm_projector_norm\.", "multi_modal_projector.norm."),
+    (r"^patch_merger\.", "multi_modal_projector.patch_merger."),
+    (r"^vision_language_adapter\.w_in\.", "multi_modal_projector.linear_1."),
+    (r"^vision_language_adapter\.w_out\.", "multi_modal_projector.linear_2."),
+    (r"\.attention\.w([qkvo])\.", r".attention.\1_proj."),
+    (r"\.feed_forward\.w1\.", ".feed_forward.gate_proj."),
+    (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
+    (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class PixtralConfig:
     """tower: its layers, one of `patch` pixels a side; theta of the rotation; merge: patches a side that one vector is
-    made of, where there is a merger; width of vectors; eps of the merger's norm; activation and biases of what
-    projects."""
+    made of; width of vectors; eps of the merger's norm; activation and biases of what projects; merges: whether there
+    is a merger; mistrals: whether files have Mistral's own names, and rotated pairs side by side."""
 
     tower: TowerConfig
     patch: int
@@ -51,8 +63,11 @@ class PixtralConfig:
     activation: Activation
     bias: bool
     merges: bool
+    mistrals: bool = False
 
-    tensors = Tensors(("vision_tower.", "multi_modal_projector."))
+    @property
+    def tensors(self) -> Tensors:
+        return Tensors(PREFIXES, renames=MISTRALS) if self.mistrals else Tensors(PREFIXES)
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
@@ -74,19 +89,22 @@ class PixtralConfig:
 
     def names(self) -> Names:
         projector = "multi_modal_projector"
+        blocks = block_names(
+            self.tower,
+            "tower.block",
+            "vision_tower.transformer.layers.{layer}.",
+            attention_norm="attention_norm",
+            mlp_norm="ffn_norm",
+            **{f"w{letter}": f"attention.{letter}_proj" for letter in "qkvo"},
+            **{part: f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        )
+        for path in ("tower.block.wq", "tower.block.wk") if self.mistrals else ():  # rotated pairs side by side
+            blocks[path] = dataclasses.replace(blocks[path], pairs=("H", 0, self.tower.each))
         merged = Tensor(f"{projector}.patch_merger.merging_layer.weight", "F (D M) -> M D F")
         return {
             **patch_names("patches", "vision_tower.patch_conv", bias=False),
             **norm_names(RMS, "first_norm", "vision_tower.ln_pre"),
-            **block_names(
-                self.tower,
-                "tower.block",
-                "vision_tower.transformer.layers.{layer}.",
-                attention_norm="attention_norm",
-                mlp_norm="ffn_norm",
-                **{f"w{letter}": f"attention.{letter}_proj" for letter in "qkvo"},
-                **{part: f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
-            ),
+            **blocks,
             **({**norm_names(RMS, "merger_norm", f"{projector}.norm"), "merger": merged} if self.merges else {}),
             **linear_names("first", f"{projector}.linear_1", self.bias),
             **linear_names("second", f"{projector}.linear_2", self.bias),
@@ -167,6 +185,7 @@ def _config(options: Mapping[str, Any]) -> PixtralConfig:
         activation=activation_of(options.get("projector_hidden_act") or "gelu"),
         bias=bool(options.get("multimodal_projector_bias", not merges)),
         merges=merges,
+        mistrals=options.get("model_type") == "mistral_large4",
     )
     own.finish()
     return found
