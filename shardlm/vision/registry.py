@@ -14,7 +14,9 @@ FAMILIES = {
     "internvl": "internvl",
     "kimi_k25": "kimi",
     "llama4": "llama4",
+    "llava": "llava",
     "mistral3": "pixtral",
+    "mistral_large4": "pixtral",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }
 
