@@ -31,6 +31,7 @@ FAMILIES = {
     "kimi_k25": ({}, 4096),
     "llama4": ({}, 4096),
     "internvl": ({}, 4096),
+    "llava": ({"model_type": "clip_vision_model"}, 4096),
 }
 TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "\n\n", "\n\n\n", "\n\n\n\n"]
 TOKENS += [f"<|{name}|>" for name in ("image_start", "image", "image_end", "tile_x_separator", "tile_y_separator")]
