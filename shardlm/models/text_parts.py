@@ -16,6 +16,7 @@ SEEING = {
     "internvl": "",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
+    "llava": "",
     "minimax_m3_vl": "minimax_m3_vl_text",
     "mistral3": "",
     "muse_glimmer": "muse_glimmer_text",
@@ -29,7 +30,7 @@ SEEING = {
     "qwen4_exp": "qwen4_exp_text",
     "step3p7": "step3p5",
 }
-USUAL = {"internvl": "qwen2", "mistral3": "mistral"}  # where text_config says none
+USUAL = {"internvl": "qwen2", "llava": "llama", "mistral3": "mistral"}  # where text_config says none
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -125,5 +126,5 @@ def _tied(kind: str, config: Config, inner: Config) -> bool | None:
     whole, text = config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         return bool(whole or text)
-    first, second = (text, whole) if kind in ("mistral3", "gemma3", "internvl") else (whole, text)
+    first, second = (text, whole) if kind in ("mistral3", "gemma3", "internvl", "llava") else (whole, text)
     return second if first is None else first

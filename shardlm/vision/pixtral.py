@@ -34,12 +34,25 @@ from shardlm.vision.tower import (
 from shardlm.vision.tower_weights import Tensors
 
 RMS = NormConfig("rms", 1e-5)
+PREFIXES = ("vision_tower.", "multi_modal_projector.")
+MISTRALS = (  # names in Mistral's own files, and those of transformers
+    (r"^vision_encoder\.", "vision_tower."),
+    (r"^pre_mm_projector_norm\.", "multi_modal_projector.norm."),
+    (r"^patch_merger\.", "multi_modal_projector.patch_merger."),
+    (r"^vision_language_adapter\.w_in\.", "multi_modal_projector.linear_1."),
+    (r"^vision_language_adapter\.w_out\.", "multi_modal_projector.linear_2."),
+    (r"\.attention\.w([qkvo])\.", r".attention.\1_proj."),
+    (r"\.feed_forward\.w1\.", ".feed_forward.gate_proj."),
+    (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
+    (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class PixtralConfig:
     """tower: its layers, one of `patch` pixels a side; theta of the rotation; merge: patches a side that one vector is
-    made of; width of vectors; eps of the merger's norm; activation and biases of what projects."""
+    made of; width of vectors; eps of the merger's norm; activation and biases of what projects; merges: whether there
+    is a merger; mistrals: whether files have Mistral's own names, and rotated pairs side by side."""
 
     tower: TowerConfig
     patch: int
@@ -49,8 +62,12 @@ class PixtralConfig:
     eps: float
     activation: Activation
     bias: bool
+    merges: bool
+    mistrals: bool = False
 
-    tensors = Tensors(("vision_tower.", "multi_modal_projector."))
+    @property
+    def tensors(self) -> Tensors:
+        return Tensors(PREFIXES, renames=MISTRALS) if self.mistrals else Tensors(PREFIXES)
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
@@ -72,21 +89,23 @@ class PixtralConfig:
 
     def names(self) -> Names:
         projector = "multi_modal_projector"
+        blocks = block_names(
+            self.tower,
+            "tower.block",
+            "vision_tower.transformer.layers.{layer}.",
+            attention_norm="attention_norm",
+            mlp_norm="ffn_norm",
+            **{f"w{letter}": f"attention.{letter}_proj" for letter in "qkvo"},
+            **{part: f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        )
+        for path in ("tower.block.wq", "tower.block.wk") if self.mistrals else ():  # rotated pairs side by side
+            blocks[path] = dataclasses.replace(blocks[path], pairs=("H", 0, self.tower.each))
         merged = Tensor(f"{projector}.patch_merger.merging_layer.weight", "F (D M) -> M D F")
         return {
             **patch_names("patches", "vision_tower.patch_conv", bias=False),
             **norm_names(RMS, "first_norm", "vision_tower.ln_pre"),
-            **block_names(
-                self.tower,
-                "tower.block",
-                "vision_tower.transformer.layers.{layer}.",
-                attention_norm="attention_norm",
-                mlp_norm="ffn_norm",
-                **{f"w{letter}": f"attention.{letter}_proj" for letter in "qkvo"},
-                **{part: f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
-            ),
-            **norm_names(RMS, "merger_norm", f"{projector}.norm"),
-            "merger": merged,
+            **blocks,
+            **({**norm_names(RMS, "merger_norm", f"{projector}.norm"), "merger": merged} if self.merges else {}),
             **linear_names("first", f"{projector}.linear_1", self.bias),
             **linear_names("second", f"{projector}.linear_2", self.bias),
         }
@@ -101,8 +120,9 @@ class PixtralEncoder(nnx.Module):
         self.patches = Patches(config.patch, 3, D, False, params)
         self.first_norm = Norm(RMS, D, params)
         self.tower = Tower(config.tower, params)
-        self.merger_norm = Norm(NormConfig("rms", config.eps), D, params)
-        self.merger = params((M, D, D), (None, "norm", None), normal((M * D) ** -0.5), into=2)
+        if config.merges:
+            self.merger_norm = Norm(NormConfig("rms", config.eps), D, params)
+            self.merger = params((M, D, D), (None, "norm", None), normal((M * D) ** -0.5), into=2)
         self.first = Linear(D, config.width, config.bias, params)
         self.second = Linear(config.width, config.width, config.bias, params)
 
@@ -110,13 +130,15 @@ class PixtralEncoder(nnx.Module):
         x = self.first_norm(self.patches(inputs["pixels"], execution), execution)
         sines = sines_of((inputs["rows"], inputs["columns"]), self.config.frequencies)
         x, _ = self.tower(x, count, execution, sines)
-        x = self.merger_norm(x, execution).reshape(-1, self.config.merge**2, x.shape[-1])
-        x = jnp.einsum("pmd,mdf->pf", x, in_use(self.merger, execution))
+        if self.config.merges:
+            x = self.merger_norm(x, execution).reshape(-1, self.config.merge**2, x.shape[-1])
+            x = jnp.einsum("pmd,mdf->pf", x, in_use(self.merger, execution))
         return self.second(activate(self.first(x, execution), self.config.activation), execution)
 
 
 def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:
-    """Of `model_type` mistral3. None: with another tower than Pixtral's."""
+    """Of `model_type` mistral3 and mistral_large4, and of llava, where no patches are merged. None: with another tower
+    than Pixtral's."""
     told = options["vision_config"]
     if told.get("model_type", "pixtral") != "pixtral":
         return None
@@ -150,16 +172,20 @@ def _config(options: Mapping[str, Any]) -> PixtralConfig:
         mlp_bias=False,
     )
     own.only("head_dim", width // heads)
+    own.aside("vocab_size")
+    merges = options.get("model_type") != "llava"
     rope = {"rope_theta": own("rope_theta", 10_000.0)} | own("rope_parameters", {})
     found = PixtralConfig(
         tower=tower,
         patch=own("patch_size", 16),
         theta=float(rope["rope_theta"]),
-        merge=options.get("spatial_merge_size") or 2,
+        merge=(options.get("spatial_merge_size") or 2) if merges else 1,
         width=text["hidden_size"],
         eps=text.get("rms_norm_eps") or 1e-5,
         activation=activation_of(options.get("projector_hidden_act") or "gelu"),
-        bias=bool(options.get("multimodal_projector_bias")),
+        bias=bool(options.get("multimodal_projector_bias", not merges)),
+        merges=merges,
+        mistrals=options.get("model_type") == "mistral_large4",
     )
     own.finish()
     return found

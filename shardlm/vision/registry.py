@@ -8,12 +8,15 @@ from typing import Any
 from shardlm.vision.sight import Sight
 
 FAMILIES = {
+    "exaone4_5": "qwen",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
     "internvl": "internvl",
     "kimi_k25": "kimi",
     "llama4": "llama4",
+    "llava": "llava",
     "mistral3": "pixtral",
+    "mistral_large4": "pixtral",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }
 

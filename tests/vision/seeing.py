@@ -25,8 +25,10 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def written(model, folder: pathlib.Path, tokens: dict[str, int], **files: dict) -> pathlib.Path:
-    """`model` of transformers with ids of special tokens and further files of JSON, by name without its end."""
-    model.save_pretrained(folder)
+    """`model` of transformers (None: what is there) with ids of special tokens and further files of JSON, by name
+    without its end."""
+    if model is not None:
+        model.save_pretrained(folder)
     added = [{"content": content, "id": id} for content, id in tokens.items()]
     for name, content in {"tokenizer": {"added_tokens": added}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))

@@ -1,6 +1,8 @@
 """Mistral 3's eyes against transformers."""
 
 import json
+import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from shardlm.vision.registry import sight_of
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+SEEING = pathlib.Path(__file__).parent.parent / "hf" / "seeing"
 TOKENS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
 PREPARED = {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 96}}
 SIZES = [(40, 64), (24, 24), (300, 170), (9, 50), (96, 96)]
@@ -122,6 +125,21 @@ def test_unknown_options_and_missing_tokens_are_refused(model, tmp_path):
     config = config | {"vision_config": config["vision_config"] | {"use_registers": 4}}
     with pytest.raises(ShardlmError, match="use_registers=4"):
         sight_of(folder, config)
+
+
+@torch.no_grad()
+def test_mistral_large_4(tmp_path):
+    """Whose files have Mistral's own names, and rotated pairs side by side."""
+    folder = shutil.copytree(SEEING / "mistral_large4", tmp_path / "own")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    eyes = Eyes(written(None, folder, TOKENS, preprocessor_config=PREPARED))
+    picture = eyes.sight.prepare(noise(20, 32))
+    whole = np.zeros((*(2 * np.array(picture.grid) * 2), 3), np.float32)
+    for patch, row, column in zip(*picture.inputs.values(), strict=True):
+        whole[row * 2 : row * 2 + 2, column * 2 : column * 2 + 2] = patch
+    pixels = torch.tensor(whole.transpose(2, 0, 1))[None]
+    expected = model.model.get_image_features(pixels, image_sizes=[whole.shape[:2]]).pooler_output[0]
+    close(eyes.vectors(picture), expected.numpy())
 
 
 def test_text_models_do_not_see(tmp_path):
