@@ -19,8 +19,7 @@ import math
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import get_args
 
@@ -32,6 +31,7 @@ from launch.flags import cluster
 from launch.flags import run as run_main
 from shardlm.distributed import ClusterArgs, detect, explicit, joined
 from shardlm.errors import ShardlmError
+from shardlm.progress_bar import compiling
 from shardlm.serve.other_names import ENGINE, MEANINGLESS
 
 try:
@@ -70,7 +70,6 @@ _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "One of several processes that serve one model together, as srun, mpirun or Kubernetes say."
 )
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
-SAY_SECONDS = 15.0
 OF_VLLM = {
     **ENGINE,
     "tensor_parallel_size": "tensor",
@@ -140,20 +139,6 @@ def lora_modules() -> dict[str, str]:
 def serve(llm, sampling: Mapping[str, float] = MappingProxyType({}), held: socket.socket | None = None) -> None:
     """Serves an AsyncLLM as the command line says, until SIGTERM or Ctrl-C. Raises ShardlmError for what cannot be."""
     run(llm, settings(sampling), listen(8000), held)
-
-
-def compiling(clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Is called with how many programs of how many are compiled, which a first start takes minutes for: says so now and
-    then where no terminal shows it, as in the log of a pod."""
-    said = clock()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal said
-        if clock() - said >= SAY_SECONDS and not sys.stderr.isatty():
-            said = clock()
-            print(f"compiled {done} of {total} programs", file=sys.stderr, flush=True)
-
-    return progress
 
 
 def job() -> ClusterArgs | None:

@@ -2,6 +2,7 @@
 writes checkpoints or datasets has its own protocol; this is for the JSON, text and pictures beside them.
 """
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -25,7 +26,8 @@ def write_atomically(path: pathlib.Path, content: bytes) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # as where a file is in the place of its folder
+            draft.unlink()
         raise cannot_write(path, error) from error
 
 
@@ -47,6 +49,18 @@ def free_space(path: pathlib.Path) -> str:
 
 def _existing(path: pathlib.Path) -> pathlib.Path:
     return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def user_cache(room: str, what: str) -> pathlib.Path:
+    """A folder in the user's cache, XDG_CACHE_HOME/shardlm/ROOM, of which the first is ~/.cache by default. `what`, for
+    messages, is to be there. Raises ShardlmError for a user without a home."""
+    try:
+        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in containers
+        raise ShardlmError(
+            f"neither HOME nor XDG_CACHE_HOME says where {what}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from None
+    return root / "shardlm" / room
 
 
 def check_room(path: pathlib.Path, nbytes: int) -> None:

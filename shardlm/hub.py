@@ -1,6 +1,7 @@
 """Models on the Hugging Face hub (https://huggingface.co): OWNER/NAME, and of a repository with files of llama.cpp the
 one of a quantisation, OWNER/NAME:Q4_K_M, as llama.cpp and Ollama write it."""
 
+import fnmatch
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -8,8 +9,9 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
-from shardlm.gguf_files.choose import models, tag, tagged
-from shardlm.hf_files import BESIDE, OF_IMAGES, QUANTISATION, in_place_of, pickled
+from shardlm.gguf_files.choose import BY_TORCH, SAFE, models, tag, tagged
+from shardlm.hf_files import BESIDE, OF_IMAGES, QUANTISATION
+from shardlm.weight_files import in_place_of, pickled
 
 _NAME = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?([\w-][\w.-]*/[\w.-]+?)(?::([\w./-]+))?/?")
 
@@ -19,9 +21,10 @@ def is_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None
 
 
-def fetch(path: str, also: Sequence[str] = ()) -> pathlib.Path:
+def fetch(path: str, also: Sequence[str] = (), older: Sequence[str] = ()) -> pathlib.Path:
     """The local copy of a repository, or of one file of llama.cpp in it, fetched where needed; `also`: names of further
-    files. Raises ShardlmError where the hub does not give it, and where it is not clear which of several is meant."""
+    files, `older`: of those that are fetched where there are no safetensors, beside PyTorch's weights. Raises
+    ShardlmError where the hub does not give it, and where it is not clear which of several is meant."""
     try:
         import huggingface_hub as hub
     except ImportError:
@@ -31,18 +34,23 @@ def fetch(path: str, also: Sequence[str] = ()) -> pathlib.Path:
     repository, wanted = _NAME.fullmatch(path).groups()
     if wanted:
         return _of_several(hub, repository, wanted)
-    files = ["config.json", "*.safetensors", "*.safetensors.index.json", *BESIDE, *OF_IMAGES, *QUANTISATION, *also]
+    files = ["config.json", SAFE, f"{SAFE}.index.json", *BESIDE, *OF_IMAGES, *QUANTISATION, *also]
     folder = pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob(SAFE)):
         return folder
-    there = _listed(hub, path, repository)
+    there = _listed(hub, path, repository, BY_TORCH, *older)
+    if any(fnmatch.fnmatch(name, pattern) for name in there for pattern in (BY_TORCH, *older)):
+        files = [BY_TORCH, f"{BY_TORCH}.index.json", *older]
+        return pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
     found = models(there)
     if len(found) == 1:
         return _downloaded(hub, repository, found[0])
     if found:
         raise ShardlmError(f"{path} holds models for llama.cpp; say which one: {_tags(repository, found)}")
     if others := pickled(there):
-        raise ShardlmError(f"{path} holds no *.safetensors; {in_place_of(others)}, with its tokenizer, and name that")
+        raise ShardlmError(
+            f"{path} holds no {SAFE} and no {BY_TORCH}; {in_place_of(others)}, with its tokenizer, and name that"
+        )
     return folder
 
 
@@ -70,16 +78,17 @@ def _downloaded(hub: Any, repository: str, name: str) -> pathlib.Path:
     return pathlib.Path(folder) / name
 
 
-def _listed(hub: Any, path: str, repository: str) -> list[str]:
-    """Names of a repository's files; of those that are here where the hub is not reached."""
+def _listed(hub: Any, path: str, repository: str, *more: str) -> list[str]:
+    """Names of a repository's files; where the hub is not reached, of those of llama.cpp and `more` that are here."""
+    own = ["*.gguf", *more]
     try:
         return hub.HfApi().list_repo_files(repository)
     except Exception as error:  # the library raises its own, httpx's and the operating system's
         try:
-            folder = pathlib.Path(hub.snapshot_download(repository, allow_patterns=["*.gguf"], local_files_only=True))
+            folder = pathlib.Path(hub.snapshot_download(repository, allow_patterns=own, local_files_only=True))
         except Exception:
             raise _refused(path, error) from error
-        return [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+        return [file.relative_to(folder).as_posix() for kind in own for file in folder.rglob(kind)]
 
 
 def _asked(path: str, ask: Callable[[], Any]) -> Any:

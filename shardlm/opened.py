@@ -4,7 +4,7 @@ slices."""
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from shardlm import peft, peft_folder, weights
+from shardlm import peft, peft_folder, tokenizer_files, weights
 from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
@@ -135,7 +135,7 @@ def describe(path: str | os.PathLike | Found, length: int = 0, base: Any = None)
         source = base
         if not isinstance(base, Pretrained) or peft_folder.base_is_here(folder):
             source = Pretrained(str(find(peft_folder.base_of(folder))), length).pinned()
-        beside = folder if (folder / "tokenizer.json").exists() else pathlib.Path(source.folder)
+        beside = folder if tokenizer_files.is_here(folder) else pathlib.Path(source.folder)
         return Found(source, peft.lora_of(folder, source), beside, adapters=folder)
     run = find_run(folder)
     lora = from_json(LoraConfig, run.config_json.get("lora", {}))
@@ -164,11 +164,12 @@ def load(
     quantization: str | AsPublished | None = None,
     mtp: bool = False,
     check: Callable[[ModelDef], None] = lambda model: None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Opened:
     """Opens a Hugging Face folder, a name on its hub, adapters of PEFT with the checkpoint that they stand on, or a run
     of shardlm (or one of its checkpoints).
 
-    mesh      over the first devices; one device by default
+    mesh      over the first of `devices`; one device by default
     dtype     that is computed in, and that a Hugging Face checkpoint's weights are held in; by default the run's, or
               the checkpoint's, for which a CPU takes float32: it multiplies that several times faster
     length    longest row of this use, for models whose rotation depends on it (ops/rope.py)
@@ -179,12 +180,12 @@ def load(
     quantization  how projections are held, and multiplied: EngineConfig's (serve/engine_config.py)
     mtp       with the modules that predict further tokens (layers/mtp.py), where there are any
     check     is given the model before its weights are read, and raises where they need not be
+    devices   all by default
 
     Raises ShardlmError for what is not there, does not fit, or is not supported.
     """
-    ready = prepare(
-        path, mesh=mesh, rules=rules, dtype=dtype, length=length, decoding=decoding, quantization=quantization, mtp=mtp
-    )
+    options = {"rules": rules, "dtype": dtype, "length": length, "decoding": decoding, "quantization": quantization}
+    ready = prepare(path, mesh=mesh, mtp=mtp, devices=devices, **options)
     with jax.set_mesh(ready.mesh):
         check(ready.model)
         params = _parameters(ready.found, ready.model, ready.mesh, step, "ema" if ema else "params")
@@ -201,6 +202,7 @@ def prepare(
     decoding: bool = False,
     quantization: str | AsPublished | None = None,
     mtp: bool = False,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Prepared:
     """What `load` opens, before its weights are read. Raises as it does for what can be told then."""
     found = describe(path, length)
@@ -209,13 +211,13 @@ def prepare(
             f"quantization={quantization} and adapters, {path}: they stand on weights in lora.base={found.lora.base}; "
             "write both as one folder (launch.convert --merge)"
         )
-    spec = mesh or MeshSpec()
+    spec, devices = mesh or MeshSpec(), jax.devices() if devices is None else devices
     if -1 in spec.sizes().values():
-        spec = spec.resolve(jax.device_count())
+        spec = spec.resolve(len(devices))
     needed = spec.size(*spec.sizes())
-    if needed > jax.device_count():
-        raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {jax.device_count()}; choose fewer")
-    built = spec.build(jax.devices()[:needed])
+    if needed > len(devices):
+        raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {len(devices)}; choose fewer")
+    built = spec.build(devices[:needed])
     with jax.set_mesh(built):
         shape = found.source.transformer()
         shape = shape if mtp else shape.without_mtp()
@@ -309,7 +311,7 @@ def find(path: str | os.PathLike) -> pathlib.Path:
             f"there is no folder {path}; give a Hugging Face folder, OWNER/NAME on its hub, a file of llama.cpp "
             "(*.gguf), a model that Ollama has pulled (NAME:TAG), or a run"
         )
-    return home(fetch(str(path), [peft_folder.CONFIG]))
+    return home(fetch(str(path), [peft_folder.CONFIG], [peft_folder.OLDER]))
 
 
 def is_hf(folder: pathlib.Path) -> bool:

@@ -34,6 +34,7 @@ from shardlm.peft_folder import (
     rank_of,
     spelled_in,
     stored_in,
+    weights_of,
 )
 from shardlm.state import ModelDef
 
@@ -111,7 +112,7 @@ def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
         )
     modules = {module_of(key)[1] for key in stored_in(folder)}
     if of_experts := sorted(filter(_of_experts, modules)):
-        raise ShardlmError(f"{folder / WEIGHTS} adapts {of_experts[0]}, {EXPERTS}")
+        raise ShardlmError(f"{weights_of(folder)} adapts {of_experts[0]}, {EXPERTS}")
     called = registry.module_name(source.options)
     each = [(path.rpartition(".")[2], of_layer(called(one.name))) for path, one in names if "{layer}" in one.name]
     known = {module: ours for ours, module in each}
@@ -119,7 +120,7 @@ def lora_of(folder: pathlib.Path, source: Pretrained) -> LoraConfig:
     unknown = sorted(modules - set(known))
     if unknown or not targets <= set(TARGETS):
         named = unknown or sorted(module for module in modules if known[module] not in TARGETS)
-        raise ShardlmError(f"{folder / WEIGHTS} adapts {', '.join(named)}, which has no adapter in shardlm; {MERGE}")
+        raise ShardlmError(f"{weights_of(folder)} adapts {', '.join(named)}, which has no adapter in shardlm; {MERGE}")
     return LoraConfig(rank_of(folder), float(config["lora_alpha"]), tuple(t for t in TARGETS if t in targets))
 
 
@@ -158,7 +159,7 @@ def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Par
         rank = stored[keys[0]].shape[0] if stored[keys[0]].shape else 0
         theirs = spelled[keys[0]]
         if rank != (said := peft_modules.own(config, "rank_pattern", theirs, config["r"])):
-            raise ShardlmError(f"{folder / WEIGHTS}: {keys[0]} has rank {rank} and {CONFIG} says {said}; {ANEW}")
+            raise ShardlmError(f"{weights_of(folder)}: {keys[0]} has rank {rank} and {CONFIG} says {said}; {ANEW}")
         factor = _alpha(config, theirs, rank) / (lora.alpha / lora.rank)
         for one in group:
             a, b = (shapes[path].shape[place is not None :] for path in beside(one.path))
@@ -168,9 +169,9 @@ def parts(model: ModelDef, folder: pathlib.Path, source: Pretrained) -> list[Par
                 found.append(Part(path, place, tensor, shape, stored[key], scale))
     _check_named(folder, config, model, source, spelled)
     if missing:
-        raise ShardlmError(f"{folder / WEIGHTS} lacks {_some(missing)}; {ANEW}")
+        raise ShardlmError(f"{weights_of(folder)} lacks {_some(missing)}; {ANEW}")
     if left := sorted(stored.keys() - used):
-        raise ShardlmError(f"{folder / WEIGHTS} has tensors that do not fit the model: {_some(left)}")
+        raise ShardlmError(f"{weights_of(folder)} has tensors that do not fit the model: {_some(left)}")
     return found
 
 
@@ -191,12 +192,12 @@ def _check_named(folder: pathlib.Path, config, model: ModelDef, source: Pretrain
     here = {of_layer(called(name)) for (*_, name), group in each if _of_projection(group[0])}
     ends, has = peft_modules.by_ends(config), peft_modules.ends_with
     if lost := [end for end in ends if has(end, here) and not has(end, modules)]:
-        raise ShardlmError(f"{folder / WEIGHTS} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
+        raise ShardlmError(f"{weights_of(folder)} has none of {_some(lost)}, target_modules of {CONFIG}; {ANEW}")
     named = peft_modules.names_of(config)
     if more := sorted({module for module in spelled.values() if not named(module)}):
         said = ", ".join(f"{o}={config[o]!r:.200}" for o in peft_modules.OPTIONS if config.get(o))
         raise ShardlmError(
-            f"{folder / WEIGHTS} adapts {_some(more)}, which {CONFIG} with {said} does not name, so that PEFT leaves "
+            f"{weights_of(folder)} adapts {_some(more)}, which {CONFIG} with {said} does not name, so that PEFT leaves "
             f"it out; {ANEW}"
         )
 
@@ -325,7 +326,7 @@ def _check_shape(folder, key: str, stored: Stored, tensor: Tensor, shape, group:
     else:
         needed = join([(one.b, np.empty((rank, *one.out), np.bool_)) for one in group]).shape
     if stored.shape != needed:
-        raise ShardlmError(f"{folder / WEIGHTS}: {key} is {list(stored.shape)} and the model needs {list(needed)}")
+        raise ShardlmError(f"{weights_of(folder)}: {key} is {list(stored.shape)} and the model needs {list(needed)}")
 
 
 def _some(names: list[str]) -> str:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardlm import peft_modules
+from shardlm import peft_modules, safetensors_files, torch_files
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Stored, header
+from shardlm.stored import Stored
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+OLDER = "adapter_model.bin"  # as PyTorch saves it, which is read where there is no other
 PREFIX = "base_model.model."  # of the names in PEFT's files
 
 
@@ -71,17 +72,28 @@ def _check_numbers(folder: pathlib.Path, config: Mapping[str, Any]) -> None:
             raise ShardlmError(f"{folder / CONFIG} has {name}={n!r}; ranks are whole numbers, and both are above 0")
 
 
+def weights_of(folder: pathlib.Path) -> pathlib.Path:
+    """The file of a folder's tensors."""
+    older = not (folder / WEIGHTS).is_file() and (folder / OLDER).is_file()
+    return folder / (OLDER if older else WEIGHTS)
+
+
 def stored_in(folder: pathlib.Path) -> dict[str, Stored]:
     """Its tensors, of which only headers are read, as of a text model. Raises ShardlmError where there are none."""
-    if not (folder / WEIGHTS).is_file():
-        raise ShardlmError(f"{folder} has {CONFIG} and no {WEIGHTS}; save the adapters with safe_serialization")
-    return {in_text(name): stored for name, stored in header(folder / WEIGHTS).items()}
+    return {in_text(name): stored for name, stored in _header(folder).items()}
 
 
 def spelled_in(folder: pathlib.Path) -> dict[str, str]:
     """{name of a tensor: the module that it is of, as the file and the configuration spell it}."""
-    names = header(folder / WEIGHTS)
+    names = _header(folder)
     return {in_text(name): name.removeprefix(PREFIX).partition(".lora_")[0] for name in names}
+
+
+def _header(folder: pathlib.Path) -> dict[str, Stored]:
+    file = weights_of(folder)
+    if not file.is_file():
+        raise ShardlmError(f"{folder} has {CONFIG} and neither {WEIGHTS} nor {OLDER}; download one of them too")
+    return torch_files.header(file) if file.name == OLDER else safetensors_files.header(file)
 
 
 def in_text(name: str) -> str:

@@ -2,6 +2,8 @@
 told by whoever does it."""
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -17,6 +19,8 @@ from rich.progress import (
 )
 from rich.table import Column
 from rich.text import Text
+
+SAY_SECONDS = 15.0  # between two lines of a log
 
 
 class _Speed(ProgressColumn):
@@ -59,3 +63,19 @@ def waiting(what: str, enabled: bool = True, console: Console | None = None) -> 
     console = console or Console(stderr=True)
     with console.status(what) if enabled and console.is_terminal else contextlib.nullcontext():
         yield
+
+
+def compiling(
+    clock: Callable[[], float] = time.monotonic, what: str = "programs", enabled: bool = True
+) -> Callable[[int, int], None]:
+    """Is called with how many programs of how many are compiled, which a first start takes minutes for: says so now and
+    then where no terminal shows it, as in the log of a pod. All processes but one pass ``enabled=False``."""
+    said = clock()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if enabled and clock() - said >= SAY_SECONDS and not sys.stderr.isatty():
+            said = clock()
+            print(f"compiled {done} of {total} {what}", file=sys.stderr, flush=True)
+
+    return progress

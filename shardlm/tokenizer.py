@@ -14,9 +14,12 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from shardlm import tokenizer_files
 from shardlm.errors import ShardlmError
-from shardlm.files import write_atomically
+from shardlm.files import user_cache, write_atomically
 from shardlm.token_bound import TokenBound
+from shardlm.tokenizer_files.splits import SPLIT
+from shardlm.tokenizer_files.told import JSON
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # The names that the usual model families give it, the most specific first.
@@ -29,13 +32,6 @@ END_OF_DOCUMENT_NAMES = (
     "[EOS]",
     "<|eos|>",
     "<|END_OF_TURN_TOKEN|>",
-)
-
-# Words, numbers of up to three digits, punctuation, indentation: the split of cl100k and Llama 3. On Python
-# source it needs 1.4 % fewer tokens than GPT-2's at a vocabulary of 4096.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 _MANY = 10_000  # tokens
@@ -53,19 +49,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Reads a tokenizer.json, or the one inside a directory.
+        """Reads a tokenizer.json, or the tokenizer of a directory, of any form (tokenizer_files).
 
         Raises:
           ShardlmError: the file is missing or is not a tokenizer.
         """
         file = Path(path)
         if file.is_dir():
-            file = file / "tokenizer.json"
-        if not file.is_file() and file != Path(path):
-            raise ShardlmError(
-                f"no tokenizer at {file}: put the model's there; where it is of another form, such as tokenizer.model, "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it"
-            )
+            file = file / JSON
+            if not file.is_file():
+                return cls(tokenizers.Tokenizer.from_str(tokenizer_files.tokenizer_json(Path(path))))
         if not file.is_file():
             raise ShardlmError(
                 f"no tokenizer at {file}: give the path of a tokenizer.json or of a directory that holds one,"
@@ -209,6 +202,24 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
+
+
+def file_of(path: str | os.PathLike) -> Path:
+    """The tokenizer.json that a path names: a file as it is, or that of a directory. Where the directory's tokenizer is
+    of another form it is one in the user's cache, with the same ids.
+
+    Raises:
+      ShardlmError: the directory has no tokenizer, or the cache cannot be written.
+    """
+    path = Path(path)
+    if not path.is_dir() or (path / JSON).is_file():
+        return path / JSON if path.is_dir() else path
+    made = tokenizer_files.tokenizer_json(path).encode()
+    cache = user_cache("tokenizers", f"the tokenizer.json may be that is made of {path}")
+    file = cache / f"{hashlib.sha256(made).hexdigest()[:24]}.json"
+    if not file.is_file():
+        write_atomically(file, made)
+    return file
 
 
 def _encoded(backend: tokenizers.Tokenizer, texts: list[str], ends: bool) -> "list[tokenizers.Encoding]":

@@ -165,7 +165,7 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
 
 
 def _check(
-    config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored], hint: str = ""
+    config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored], head: str, hint: str = ""
 ) -> None:
     """Refuses what does not fit, with all names and a hint. A head that repeats the embedding may be there."""
     tied = config.tie_embeddings
@@ -175,7 +175,7 @@ def _check(
         shape = _their_shape(group)
         for name in {name for leaf, ours in group for name in leaf.names(ours)}:
             needed[name] = shape
-    extra = [name for name in stored if name not in needed and not (tied and name == "lm_head.weight")]
+    extra = [name for name in stored if name not in needed and not (tied and name == head)]
     extra = [name for name in extra if not _bias_of_zeros(name, stored)]
     missing = [name for name in needed if name not in stored]
     wrong = [
@@ -273,7 +273,8 @@ class _Reader:
         told = {tensor.name: tensor.told for tensor in known.values() if tensor.told}
         check_told(told, stored)
         own = {name: a for name, a in stored.items() if name not in repeated and name not in told}
-        _check(model.config, named, whole, own, registry.otherwise_written(folder.config))
+        head = known["head"].name if "head" in known else "lm_head.weight"
+        _check(model.config, named, whole, own, head, registry.otherwise_written(folder.config))
         check_copies(repeated, stored)
         reader = cls(stored, progress)
         for leaf in named:

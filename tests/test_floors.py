@@ -14,8 +14,9 @@ from shardlm import no_driver
 ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = [
     # Host code that knows nothing of models; no jax.
+    {"errors"},
+    {"tokenizer_files"},
     {
-        "errors",
         "compiled_together",
         "config",
         "config_tree",
@@ -33,7 +34,7 @@ FLOORS = [
         *("chat", "progress_bar", "versions"),
     },
     {"gguf_files"},
-    {"hf_files"},
+    {"hf_files", "weight_files", "safetensors_files", "torch_files", "torch_pickle", "stored"},
     {"hub"},
     {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},
@@ -62,7 +63,7 @@ FLOORS = [
     {"plan"},
     {"bench"},
 ]
-NO_JAX = [*FLOORS[0], "gguf_files", "hf_files", "hub", "data", "metrics", "hlo", "hf_quantised"]
+NO_JAX = [*(room for rooms in FLOORS[:5] for room in rooms), "hub", "data", "metrics", "hlo", "hf_quantised"]
 NO_JAX_IN_SERVE = [
     "ahead.py",
     "gbnf.py",
@@ -77,7 +78,7 @@ NO_JAX_IN_SERVE = [
     "chunk_programs.py",
     "option_types.py",
     "outputs.py",
-    *("image_parts.py", "image_places.py", "images.py", "media.py", "media_http.py"),
+    *("batch_images.py", "image_parts.py", "image_places.py", "images.py", "media.py", "media_http.py"),
 ]
 NO_JAX_IN_VISION = [
     *("axes.py", "picture.py", "sight.py", "read.py", "images.py"),

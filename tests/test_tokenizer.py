@@ -141,7 +141,7 @@ def test_a_tokenizer_without_end_of_document_is_refused(tmp_path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ShardlmError, match=r"no tokenizer at .*nope.json.*bpe:4096"):
         Tokenizer.load(tmp_path / "nope.json")
-    with pytest.raises(ShardlmError, match=r"no tokenizer at .*tokenizer.json: put the model's there"):
+    with pytest.raises(ShardlmError, match=r"no tokenizer in .*: it needs tokenizer.json, .*Put the model's own"):
         Tokenizer.load(tmp_path)
 
 

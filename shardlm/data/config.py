@@ -19,7 +19,7 @@ class DataConfig:
 
     train: tuple[str, ...] = ("stdlib:train",)
     validation: tuple[str, ...] = ("stdlib:validation",)
-    tokenizer: str = "bpe:4096"  # a tokenizer.json, or bpe:N to train one of N entries on `train`
+    tokenizer: str = "bpe:4096"  # a file or a folder with one, or bpe:N to train one of N entries on `train`
     chat_template: str = ""  # chats.py: conversations in JSONL, by a template in this folder or file; "": text
     text_key: str = "text"  # the JSONL key or Parquet column that holds the text
     packing: Packing = "cut"  # cut: documents may be cut; whole: only what exceeds a row; pairs: of answers, none

@@ -24,7 +24,7 @@ from shardlm.data.shards import FORMAT, META, TokenShards, is_shards
 from shardlm.data.writer import write_shards
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
-from shardlm.tokenizer import Tokenizer, train_bpe
+from shardlm.tokenizer import Tokenizer, file_of, train_bpe
 
 # A tokenizer is trained on an even sample of about this much text.
 _TRAINING_BYTES = 1 << 26
@@ -136,8 +136,8 @@ def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str
 
 def _tokenizer(config: DataConfig, train, home: Path, progress: Progress) -> tuple[Tokenizer, Path]:
     if not config.tokenizer.startswith("bpe:"):
-        path = texts_beside(Path(config.tokenizer))
-        return Tokenizer.load(path), path / "tokenizer.json" if path.is_dir() else path
+        path = file_of(texts_beside(Path(config.tokenizer)))
+        return Tokenizer.load(path), path
     if isinstance(train, TokenShards):
         raise ShardlmError(
             f"data.tokenizer is {config.tokenizer}, but data.train is token shards, which have their"

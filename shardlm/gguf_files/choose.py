@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files.header import BLOCKS, is_gguf
 
+# Names of files of weights that are opened before those of llama.cpp in a folder.
+SAFE, BY_TORCH = "*.safetensors", "pytorch_model*.bin"
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$", re.IGNORECASE)
 _KINDS = "|".join(sorted(BLOCKS, key=len, reverse=True))
 _TAG = re.compile(rf"(?:^|[-._/])((?:{_KINDS}|IQ\d_[A-Z]+)(?:_[A-Z]+)*)(?=[-._/]|$)", re.IGNORECASE)
@@ -32,9 +34,9 @@ def tagged(names: Iterable[str], wanted: str) -> list[str]:
 
 
 def in_folder(folder: pathlib.Path) -> pathlib.Path | None:
-    """The one model in GGUF that a folder without *.safetensors holds; None where it holds none. Raises ShardlmError
+    """The one model in GGUF that a folder without other weights holds; None where it holds none. Raises ShardlmError
     where it holds several."""
-    if any(folder.glob("*.safetensors")):
+    if any(any(folder.glob(pattern)) for pattern in (SAFE, BY_TORCH)):
         return None
     found = models(path.name for path in folder.iterdir() if path.is_file())
     if len(found) > 1:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 
 from shardlm.errors import ShardlmError
-from shardlm.files import free_space
+from shardlm.files import free_space, user_cache
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.config import config
 from shardlm.gguf_files.texts import texts
@@ -19,14 +19,7 @@ FORMAT = 1  # to be raised with every change of what is written from the same fi
 
 def cache() -> pathlib.Path:
     """Where such folders are: XDG_CACHE_HOME/shardlm/gguf, of which the first is ~/.cache by default."""
-    try:
-        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    except RuntimeError:  # a user without a home, as in containers
-        raise ShardlmError(
-            "neither HOME nor XDG_CACHE_HOME says where the small folder may be that opening a file of llama.cpp "
-            "makes; set XDG_CACHE_HOME to a folder that can be written"
-        ) from None
-    return root / "shardlm" / "gguf"
+    return user_cache("gguf", "the small folder may be that opening a file of llama.cpp makes")
 
 
 def place(file: str | os.PathLike) -> pathlib.Path:

@@ -6,7 +6,7 @@ expressions that tell capitals from small letters beyond A to Z."""
 import dataclasses
 
 from shardlm.errors import ShardlmError
-from shardlm.tokenizer import SPLIT
+from shardlm.tokenizer_files.splits import MARKS_IN_WORDS, QWEN, SPLIT
 
 KEY = "tokenizer.ggml.pre"
 # What llama.cpp takes for a file without a name, as they were before May 2024.
@@ -39,8 +39,6 @@ def pre(name: str) -> Pre:
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
-_QWEN = SPLIT.replace("{1,3}", "")
-_MARKS_IN_WORDS = _QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -85,9 +83,9 @@ _FAMILIES = {
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Pre((SPLIT,), whole_words=True, begins=True),
     "dbrx smaug-bpe glm4 chatglm-bpe": Pre((SPLIT,)),
     "minicpm5": Pre((r"\p{N}{1,3}", SPLIT.replace("{1,3}", "+")), whole_words=True),
-    "qwen2": Pre((_QWEN,), nfc=True),
-    "deepseek-r1-qwen megrez stablelm2 hunyuan solar-open grok-2 kormo": Pre((_QWEN,)),
-    "qwen35": Pre((_MARKS_IN_WORDS,), nfc=True),
+    "qwen2": Pre((QWEN,), nfc=True),
+    "deepseek-r1-qwen megrez stablelm2 hunyuan solar-open grok-2 kormo": Pre((QWEN,)),
+    "qwen35": Pre((MARKS_IN_WORDS,), nfc=True),
     "gpt-2 phi-2 jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum": Pre((_GPT2,)),
     "olmo mpt": Pre((_GPT2,), nfc=True),
     "command-r": Pre((_DIGIT, _GPT2), nfc=True),

@@ -139,19 +139,19 @@ def _blocks(name: str, weight: Stored, parts: Mapping[str, Stored]) -> Blocks:
     told = _state(name, state, "nested_absmax" in parts)
     shape, block, absmax = tuple(told["shape"]), told["blocksize"], parts["absmax"]
     count, values = math.prod(shape), parts["quant_map"]
-    packed = dataclasses.replace(weight, dtype=np.dtype("uint8"), shape=(weight.nbytes,))
+    packed = weight.laid((weight.nbytes,), np.dtype("uint8"))
     blocks = -(-count // block)
     if packed.nbytes != -(-count // 2) or math.prod(absmax.shape) != blocks or values.shape != (16,):
         expected = f"4 bits for each of {list(shape)} and a scale for each {block} of them, {blocks}"
         raise misfit(name, weight, f"{name}.absmax", absmax, expected)
-    absmax = dataclasses.replace(absmax, shape=(blocks,))
+    absmax = absmax.laid((blocks,))
     if "nested_absmax" not in parts:
         return Blocks(packed, values, absmax, shape, block)
     of_scales, outer = parts["nested_absmax"], told["nested_blocksize"]
     if absmax.dtype != np.uint8 or math.prod(of_scales.shape) != -(-blocks // outer):
         expected = f"uint8 and a scale for each {outer} of them"
         raise misfit(f"{name}.absmax", absmax, f"{name}.nested_absmax", of_scales, expected)
-    of_scales = dataclasses.replace(of_scales, shape=(math.prod(of_scales.shape),))
+    of_scales = of_scales.laid((math.prod(of_scales.shape),))
     of_codes = parts["nested_quant_map"]
     if of_codes.shape != (256,):
         raise misfit(f"{name}.absmax", absmax, f"{name}.nested_quant_map", of_codes, "256 values")

@@ -1,7 +1,6 @@
 """compressed-tensors, which llm-compressor writes: floats and integers of 8 bits, integers packed into words, 4-bit
 floats (https://github.com/vllm-project/compressed-tensors/tree/main/src/compressed_tensors/compressors)."""
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -176,7 +175,7 @@ def _plain_zeros(module: str, stored: Stored, cells: tuple[int, int]) -> Numbers
     if stored.dtype.itemsize != 1 or int(np.prod(stored.shape)) != int(np.prod(cells)):
         expected = f"one of 8 bits for each of {list(cells)} groups"
         raise misfit(f"{module}.weight_zero_point", stored, "they", stored, expected)
-    return floats(dataclasses.replace(stored, shape=cells))
+    return floats(stored.laid(cells))
 
 
 def _fp4(module: str, parts: Mapping[str, Stored], scheme: Mapping[str, Any]) -> Grid:

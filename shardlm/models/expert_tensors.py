@@ -68,10 +68,7 @@ def one_by_one(text: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str,
 
 def _matrices(stored: Stored) -> Iterator[Stored]:
     """Those of each expert, of a tensor [experts, ...]."""
-    experts, *shape = stored.shape
-    each = stored.nbytes // experts
-    for expert in range(experts):
-        yield dataclasses.replace(stored, shape=tuple(shape), begin=stored.begin + expert * each)
+    yield from map(stored.row, range(stored.shape[0]))
 
 
 def _parts(matrix: Stored, count: int, inputs: int) -> Iterator[Stored | Turned]:
@@ -81,5 +78,4 @@ def _parts(matrix: Stored, count: int, inputs: int) -> Iterator[Stored | Turned]
         if rows == inputs:
             yield Turned(matrix, part * columns // count, columns // count)
         else:
-            begin = matrix.begin + part * matrix.nbytes // count
-            yield dataclasses.replace(matrix, shape=(rows // count, columns), begin=begin)
+            yield matrix.rows(part * rows // count, (part + 1) * rows // count)

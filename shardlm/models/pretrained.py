@@ -14,7 +14,7 @@ from shardlm.models.transformer_config import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """folder  with config.json and *.safetensors; weights are read from it when a run begins
+    """folder  with config.json and weights; these are read from it when a run begins
     length  longest row of this use, which decides the rotation of some stretched models (ops/rope.py); 0: the length
             that the model was first trained with
     config  the text of its config.json, kept with a run so that its checkpoints outlive the folder; "": read it

@@ -7,13 +7,13 @@ import math
 
 from shardlm.layers.pipeline import Schedule
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.plan.alike import INNER
 from shardlm.plan.plan import Plan
 from shardlm.train.config import RunConfig
 
 # How far below the least that was seen another plan may be: of computing, of what layers wait for over the same axes;
 # and the share of a device's work that waits while stages fill and drain, the rest being head, embedding and optimizer.
 COMPUTING, WAITING, STAGED = 0.95, 0.8, 0.9
-INNER = ("context", "expert", "tensor")  # axes whose collectives layers wait for
 
 
 @dataclasses.dataclass

@@ -22,6 +22,8 @@ from shardlm.plan.program_traffic import layers_traffic, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
 
+ROUNDING = 1e-9  # of sums in another order
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -193,6 +195,16 @@ def without_weights(sketch: Sketch, cluster: Cluster, layers: Layers | None = No
     return _summed(sketch, cluster, layers.times, layers.timed(sketch, cluster), max(IN_STAGES.values()))
 
 
+def at_least_seconds(sketch: Sketch, cluster: Cluster, layers: Layers) -> float:
+    """No more than StepCost.step_seconds, whatever hides behind what: of layers their kernels, what they wait for, and
+    stages that are idle for both; nothing of weights."""
+    waits = [one for one in layers.timed(sketch, cluster) if not one.sent.beside and not one.sent.update]
+    busy = layers.times.forward + layers.times.backward + sum(one.seconds for one in waits)
+    staged = layers.times.staged + sum(one.seconds for one in waits if _in_stages(one.sent))
+    bubble = sketch.schedule.bubble_fraction()
+    return (1 - ROUNDING) * (busy + staged * bubble / (1 - bubble))
+
+
 def cost_of(sketch: Sketch, cluster: Cluster, ops: Iterable[Op], sent: list[Sent], kernels: Kernels) -> StepCost:
     """The same of these operations, this traffic and these kernels, in stages that hide all they can."""
     return _summed(sketch, cluster, _Times.of(ops, kernels), timed(sent, sketch, cluster), 1.0)
@@ -252,34 +264,42 @@ class _Times:
     @classmethod
     def of(cls, ops: Iterable[Op], kernels: Kernels) -> "_Times":
         times = cls()
-        for op in ops:
-            times._add(op, kernels)
+        times._add(ops, kernels)
         return times
 
     def and_of(self, ops: Iterable[Op], kernels: Kernels) -> "_Times":
         """Of these too."""
         times = changed(self, layers=dict(self.layers), units=dict(self.units))
-        for op in ops:
-            times._add(op, kernels)
+        times._add(ops, kernels)
         return times
 
-    def _add(self, op: Op, kernels: Kernels) -> None:
-        once = kernels.forward_seconds(op)
-        if op.layer == "optimizer":
-            forward = again = gradients = 0.0
-            seconds = op.count * once
-            self.optimizer += seconds
-        else:
-            forward, again = op.forward * once, op.again * once
-            gradients = op.forward * kernels.gradient_seconds(op) if op.count > op.forward + op.again else 0.0
+    def _add(self, ops: Iterable[Op], kernels: Kernels) -> None:
+        known: dict[int, tuple[Op, tuple[float, float, float]]] = {}  # layers that are alike have the very same Ops
+        for op in ops:
+            if id(op) not in known:
+                known[id(op)] = op, _seconds(op, kernels)
+            forward, again, gradients = known[id(op)][1]
+            optimizer = op.layer == "optimizer"
             seconds = forward + again + gradients
-        self.forward += forward
-        self.backward += again + gradients
-        self.repeated += again
-        self.staged += seconds if op.in_stages else 0.0
-        unit = "optimizer" if op.layer == "optimizer" else op.unit
-        self.layers[op.layer] = self.layers.get(op.layer, 0.0) + seconds
-        self.units[unit] = self.units.get(unit, 0.0) + seconds
+            if optimizer:
+                self.optimizer += seconds
+            else:
+                self.forward += forward
+                self.backward += again + gradients
+                self.repeated += again
+            self.staged += seconds if op.in_stages else 0.0
+            unit = "optimizer" if optimizer else op.unit
+            self.layers[op.layer] = self.layers.get(op.layer, 0.0) + seconds
+            self.units[unit] = self.units.get(unit, 0.0) + seconds
+
+
+def _seconds(op: Op, kernels: Kernels) -> tuple[float, float, float]:
+    """Of a step: forward, again and for gradients; the optimizer's are the first."""
+    once = kernels.forward_seconds(op)
+    if op.layer == "optimizer":
+        return op.count * once, 0.0, 0.0
+    gradients = op.forward * kernels.gradient_seconds(op) if op.count > op.forward + op.again else 0.0
+    return op.forward * once, op.again * once, gradients
 
 
 def kernel_seconds(ops: Iterable[Op], kernels: Kernels) -> float:

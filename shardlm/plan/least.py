@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.plan.bound import INNER, Bound
+from shardlm.plan.alike import Alike, alike, inner
+from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
@@ -20,7 +21,6 @@ from shardlm.plan.program_traffic import Moved, moved_of, together, weights_traf
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
 from shardlm.train.config import RunConfig
-from shardlm.train.replicas import apart
 from shardlm.train.settled import check_sizes
 
 NEARLY = 0.99  # of it: the same sums in another order
@@ -58,20 +58,20 @@ class Least:
 
     def __init__(
         self,
-        cluster: Cluster,
+        known: Alike,
         bound: Bound,
         meshes: Sequence[RunConfig],
         constraints: Constraints,
         offload: Sequence[bool],
     ):
-        self._cluster, self._bound, self._constraints, self._offload = cluster, bound, constraints, offload
+        self._known, self._cluster = known, known.cluster
+        self._bound, self._constraints, self._offload = bound, constraints, offload
         self._remats = constraints.choices("remat", REMATS)
         self._alike: dict[tuple, list[RunConfig]] = {}  # those that split weights most first
         for laid in sorted(_that_run(meshes), key=lambda one: -one.mesh.fsdp):
-            self._alike.setdefault(_inner(laid), []).append(laid)
-        self._running = {(laid.mesh, laid.rules) for alike in self._alike.values() for laid in alike}
+            self._alike.setdefault(inner(laid), []).append(laid)
+        self._running = {(laid.mesh, laid.rules) for those in self._alike.values() for laid in those}
         self._floors: dict[tuple, Hope] = {}
-        self._layers: dict[tuple, Layers] = {}
         self._may_fit: dict[tuple, bool] = {}
         self._moved: tuple[Any, list[Moved]] = None, []  # of the mesh that was looked at last
         self._sent: dict[tuple, list[Timed]] = {}
@@ -81,7 +81,7 @@ class Least:
         """On all meshes with this one's inner axes, as if no weights were moved."""
         if (laid.mesh, laid.rules) not in self._running:
             return math.inf
-        key = _alike(laid)
+        key = alike(laid)
         if key not in self._floors:
             self._floors[key] = self._hope(_nearest(laid), without_weights)
         return self._floors[key].seconds
@@ -89,7 +89,7 @@ class Least:
     def hope(self, laid: RunConfig) -> Hope:
         """On one mesh, for each schedule of the ways that keep most of the forward pass of those that may fit. The
         fewest microbatches send least and fill kernels best; the most leave stages idle for the least time."""
-        return self._hope(laid, self._step_cost, self._floors.get(_alike(laid)))
+        return self._hope(laid, self._step_cost, self._floors.get(alike(laid)))
 
     def further(self, hope: Hope, variants: Sequence[RunConfig], kept: dict[str, Any]) -> None:
         """`hope` knows of these ways too, those of the most microbatches first, which keep that much."""
@@ -99,18 +99,18 @@ class Least:
         """Whether ways that keep that much fit with the most or the fewest microbatches on any mesh with these inner
         axes: of each preset on the one that splits weights most. Where none runs they may."""
         remat, away = kept["remat"], kept["offload"].optimizer
-        key = (_inner(variants[0]), variants[0].pipeline, variants[0].matmul, remat, away)
+        key = (inner(variants[0]), variants[0].pipeline, variants[0].matmul, remat, away)
         if key not in self._may_fit:
             ends = [changed(one, **kept) for one in dict.fromkeys((variants[0], variants[-1]))]
-            found = list(itertools.islice(self._fitting(_inner(variants[0]), ends), 1))
+            found = list(itertools.islice(self._fitting(inner(variants[0]), ends), 1))
             self._may_fit[key] = found[0] if found else True
         return self._may_fit[key]
 
-    def _fitting(self, inner: tuple, ends: Sequence[RunConfig]) -> Iterator[bool]:
+    def _fitting(self, own: tuple, ends: Sequence[RunConfig]) -> Iterator[bool]:
         """True for the first preset with which one of these fits; else False where any runs."""
         runs = False
         for preset in PRESETS:
-            for laid in (one for one in self._alike[inner] if one.rules == preset):
+            for laid in (one for one in self._alike[own] if one.rules == preset):
                 plans = list(self._plans(laid, ends))
                 runs = runs or bool(plans)
                 if any(plan.fits for plan in plans):
@@ -163,10 +163,8 @@ class Least:
             except ShardlmError:
                 continue
             self.considered += 1
-            key = (_inner(candidate), _way(candidate), candidate.train.accumulation, Layers.by_rest(sketch))
-            if key not in self._layers:
-                self._layers[key] = Layers.of(sketch, self._cluster)
-            hope.add(candidate, cost(sketch, self._cluster, self._layers[key]), min(map(self._bound.idle, variants)))
+            layers = self._known.layers(sketch)
+            hope.add(candidate, cost(sketch, self._cluster, layers), min(map(self._bound.idle, variants)))
             return
 
 
@@ -179,20 +177,10 @@ def _that_run(meshes: Sequence[RunConfig]) -> Iterator[RunConfig]:
             yield laid
 
 
-def _inner(config: RunConfig) -> tuple[int, ...]:
-    return (config.mesh.pipeline, *(config.mesh.size(axis) for axis in INNER))
-
-
-def _alike(config: RunConfig) -> tuple:
-    """Of meshes that one floor is under; where replicas do more than sum gradients each has its own."""
-    own = (config.mesh, config.rules) if config.train.shares or apart(config) else ()
-    return (*_inner(config), *own)
-
-
 def _nearest(config: RunConfig) -> RunConfig:
     """Of meshes that one floor is under, the one whose layers send and move least, over the fastest links: weights
     rest whole, as layers use them, and between a stage and the next there are no devices of fsdp (mesh.AXES)."""
-    if len(_alike(config)) > len(_inner(config)):
+    if len(alike(config)) > len(inner(config)):
         return config
     mesh = dataclasses.replace(config.mesh, data=config.mesh.data * config.mesh.fsdp, fsdp=1)
     return changed(config, mesh=mesh, rules="replicated")

@@ -53,15 +53,16 @@ def memory(sketch: Sketch, rests: State | None = None, held: Throughout | None =
     }
     needed, zeros = temporaries(sketch, held or Throughout.of(sketch))
     if sketch.config.grpo.reward:
-        resting["what samples"] = sampling(sketch, sum(needed.values()))
+        resting["what samples"] = sampling(sketch, rests, sum(needed.values()))
     kinds = {name: nbytes for name, nbytes in (resting | needed).items() if nbytes}
     return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds, zeros))
 
 
-def sampling(sketch: Sketch, temporaries: float) -> float:
-    """Of a copy of the model that samples beside the state (shardlm/reinforce/sampler.py): its pages, and its weights
-    in the compute dtype, which are there twice while new ones come; not while a step's `temporaries` are."""
+def sampling(sketch: Sketch, rests: State, temporaries: float) -> float:
+    """What copies of the model that sample (shardlm/reinforce/sampler.py) need beyond a step's `temporaries`, whose
+    place they take: weights in the compute dtype and pages, which are held while they sample alone; of adapters the
+    sums with what they stand on, out of which the copies' weights are gathered."""
     grpo, lora = sketch.config.grpo, sketch.config.lora.rank > 0
     numbers = sum(math.prod(weight.shape) for weight in sketch.weights if weight.trained != lora)
     weights = numbers * jnp.dtype(sketch.execution.dtype).itemsize / grpo.tensor
-    return weights + grpo.kv_cache_gib * 2**30 + max(0.0, weights - temporaries)
+    return max(0.0, weights + grpo.kv_cache_gib * 2**30 + lora * rests.frozen - temporaries)

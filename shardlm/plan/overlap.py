@@ -54,10 +54,20 @@ class Timed:
 
 
 def timed(sent: Iterable[Sent], sketch: Sketch, cluster: Cluster) -> list[Timed]:
-    """How long each takes; nothing of it is hidden yet."""
+    """How long each takes; nothing of it is hidden yet. Many are the same but for their reason: of layers of a pattern
+    that are alike."""
     sent, remat = list(sent), sketch.config.remat
     routes = {axes: route_of(cluster.group(sketch.mesh, axes), cluster) for axes in {one.axes for one in sent}}
-    return [_timed(one, routes[one.axes], remat) for one in sent]
+    known: dict[tuple, Timed] = {}
+    found = []
+    for one in sent:
+        key = (one.axes, one.kind, one.nbytes, one.count, one.host, one.beside, one.update)
+        if key in known:
+            found.append(changed(known[key], sent=one))
+        else:
+            known[key] = _timed(one, routes[one.axes], remat)
+            found.append(known[key])
+    return found
 
 
 def keeping(comms: Iterable[Timed], remat: str) -> list[Timed]:

@@ -2,10 +2,12 @@
 where they rest, as they are used, and as XLA copies them."""
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
-from shardlm.layers.pipeline import Schedule
 from shardlm.plan.activations import Layer, exchanges, itemsize, layer
 from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.spread import Spread
 from shardlm.plan.state import MASTER
 from shardlm.rules import Rules
 
@@ -44,52 +46,104 @@ class Parts:
 
     @classmethod
     def of(cls, sketch: Sketch) -> "Parts":
-        rules, shape, size = sketch.rules, sketch.shape, itemsize(sketch)
-        gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-        resting = whole = turned = flipped = first = around = between = 0
-        used, experts = [0] * len(shape.segments), [0] * len(shape.segments)
-        for weight in sketch.weights:
-            rests = MASTER * weight.numbers(rules.rest) if weight.trained else 0
-            between += rests
-            if weight.segment is None:
-                around += rests
-                continue
-            split = "pipeline" in weight.axes(rules.rest)
-            if sketch.staged(weight):
-                rests = _of_stage(rests, split, sketch.schedule)
-            elif split and sketch.schedule.both_ways:
-                rests *= sketch.mesh.pipeline
-            resting += rests
-            in_use = size * weight.numbers(rules.use) * weight.packed
-            used[weight.segment] += in_use
-            experts[weight.segment] += in_use if "experts" in weight.names else 0
-            if not _gathered(weight, rules):
-                whole += rests
-                flipped += rests if _flipped(weight, sketch) else 0
-                first += rests if "experts" in weight.names and not weight.path.endswith(".down") else 0
-            elif _split_inside(weight, rules):
-                turned += rests if weight.trained else weight.itemsize * weight.numbers(rules.rest)
+        shape = sketch.shape
+        held = _Held.of(sketch)
         layers = [segment.num_layers for segment in shape.segments]
         apart = sketch.mesh.pipeline > 1 or sketch.config.offload.params
-        first = 0 if apart or "all_to_all" in exchanges(sketch) else first
+        first = 0 if apart or "all_to_all" in exchanges(sketch) else held.first
+        used, experts = held.used, held.experts
         return cls(
-            layers=tuple(tuple(layer(block, sketch) for block in segment.pattern) for segment in shape.segments),
-            resting=resting,
-            whole=whole,
-            turned=first + (turned if gathers and not apart else flipped),
+            layers=_layers(sketch),
+            resting=held.resting,
+            whole=held.whole,
+            turned=first + (held.turned if held.gathers and not apart else held.flipped),
             largest=max(n / depth for n, depth in zip(used, layers, strict=True)),
             experts=max(n / depth for n, depth in zip(experts, layers, strict=True)),
             dense=max((n - own) / depth for n, own, depth in zip(used, experts, layers, strict=True)),
-            around=around,
-            between=between,
-            gathers=gathers,
+            around=held.around,
+            between=held.between,
+            gathers=held.gathers,
         )
 
 
-def _of_stage(rests: float, split: bool, schedule: Schedule) -> float:
-    """Of a stage's part of a weight that rests so, and empty slots; `split` is whether it rests split over pipeline."""
-    slots = schedule.slots * schedule.rounds * schedule.stages / schedule.num_layers
-    return rests * slots / (1 if split else schedule.stages)
+def _layers(sketch: Sketch) -> tuple[tuple[Layer, ...], ...]:
+    """Of each segment's pattern; those of equal blocks are one."""
+    made = {block: layer(block, sketch) for block in sketch.shape.kinds}
+    return tuple(tuple([made[block] for block in segment.pattern]) for segment in sketch.shape.segments)
+
+
+class _Stages(NamedTuple):
+    """What of a pipeline's stages weights go by: the segment that they have, how many they are, of how many places for
+    each layer, and whether a schedule goes both ways."""
+
+    segment: int
+    count: int
+    places: float
+    both_ways: bool
+
+    @classmethod
+    def of(cls, sketch: Sketch) -> "_Stages | None":
+        if sketch.mesh.pipeline == 1:
+            return None
+        one = sketch.schedule
+        places = one.slots * one.rounds * one.stages / one.num_layers
+        return cls(sketch.shape.pipelined_segment(), one.stages, places, one.both_ways)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """Of Parts, what only weights and where they rest decide: the same for all microbatches and remat policies.
+
+    flipped  what 8-bit products read the other way round; first: of experts, gate and up
+    used, experts  bytes in the compute type, by segment
+    """
+
+    resting: float
+    whole: float
+    turned: float
+    flipped: float
+    first: float
+    around: float
+    between: float
+    used: tuple[float, ...]
+    experts: tuple[float, ...]
+    gathers: bool
+
+    @classmethod
+    def of(cls, sketch: Sketch) -> "_Held":
+        eight_bits = sketch.config.matmul != "dtype" and sketch.mesh.pipeline == 1
+        return _held(sketch.spread, len(sketch.shape.segments), itemsize(sketch), eight_bits, _Stages.of(sketch))
+
+
+@functools.lru_cache(maxsize=16384)
+def _held(spread: Spread, segments: int, size: int, eight_bits: bool, stages: _Stages | None) -> _Held:
+    rules = spread.rules
+    resting = whole = turned = flipped = first = around = between = 0
+    used, experts = [0] * segments, [0] * segments
+    for weight, at_rest, in_use in zip(spread.weights, spread.rest, spread.use, strict=True):
+        rests = MASTER * at_rest if weight.trained else 0
+        between += rests
+        if weight.segment is None:
+            around += rests
+            continue
+        split = "pipeline" in weight.axes(rules.rest)
+        if stages and weight.segment == stages.segment:
+            rests = rests * stages.places / (1 if split else stages.count)
+        elif split and stages and stages.both_ways:  # each stage has it whole
+            rests *= stages.count
+        resting += rests
+        numbers = size * in_use * weight.packed
+        used[weight.segment] += numbers
+        experts[weight.segment] += numbers if "experts" in weight.names else 0
+        if not _gathered(weight, rules):
+            whole += rests
+            flipped += rests if eight_bits and _flipped(weight) else 0
+            first += rests if "experts" in weight.names and not weight.path.endswith(".down") else 0
+        elif _split_inside(weight, rules):
+            turned += rests if weight.trained else weight.itemsize * at_rest
+    gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
+    sums = (resting, whole, turned, flipped, first, around, between)
+    return _Held(*sums, tuple(used), tuple(experts), gathers)
 
 
 def _gathered(weight: Weight, rules: Rules) -> bool:
@@ -97,11 +151,10 @@ def _gathered(weight: Weight, rules: Rules) -> bool:
     return bool(set(weight.axes(rules.rest)) - set(weight.axes(rules.use)) - {"pipeline"})
 
 
-def _flipped(weight: Weight, sketch: Sketch) -> bool:
+def _flipped(weight: Weight) -> bool:
     """Whether 8-bit products keep it with its last dimensions first, for the backward pass: all but those of experts,
     which multiply 16 bits, and of the MLP's last, which is as it is needed."""
-    eight_bits = sketch.config.matmul != "dtype" and sketch.mesh.pipeline == 1
-    return eight_bits and weight.is_matrix and "experts" not in weight.names and not weight.path.endswith(".down")
+    return weight.is_matrix and "experts" not in weight.names and not weight.path.endswith(".down")
 
 
 def _split_inside(weight: Weight, rules: Rules) -> bool:

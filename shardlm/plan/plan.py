@@ -6,8 +6,9 @@ import functools
 
 from shardlm.flops import mfu
 from shardlm.hardware import Gpu
+from shardlm.plan.alike import Alike
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.cost import StepCost, step_cost
+from shardlm.plan.cost import Layers, StepCost, at_least_seconds, step_cost
 from shardlm.plan.memory import Memory, at_least, memory
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import State, state
@@ -17,16 +18,20 @@ from shardlm.train.config import RunConfig
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Estimates for one configuration; each is made when it is first asked for."""
+    """Estimates for one configuration; each is made when it is first asked for.
+
+    known  what other plans of the same search came to; None: there are no others
+    """
 
     sketch: Sketch
     cluster: Cluster
+    known: Alike | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, config: RunConfig, cluster: Cluster) -> "Plan":
+    def of(cls, config: RunConfig, cluster: Cluster, known: Alike | None = None) -> "Plan":
         """Of a configuration whose mesh has every size. Raises ShardlmError for what cannot run at all; what is merely
         too large has a plan that does not fit."""
-        return cls(Sketch.of(config, cluster.gpu, cluster.gpus_per_host), cluster)
+        return cls(Sketch.of(config, cluster.gpu, cluster.gpus_per_host), cluster, known)
 
     @functools.cached_property
     def state(self) -> State:
@@ -42,7 +47,11 @@ class Plan:
 
     @functools.cached_property
     def cost(self) -> StepCost:
-        return step_cost(self.sketch, self.cluster)
+        return step_cost(self.sketch, self.cluster, self._layers)
+
+    @functools.cached_property
+    def _layers(self) -> Layers:
+        return self.known.layers(self.sketch) if self.known else Layers.of(self.sketch, self.cluster)
 
     @property
     def config(self) -> RunConfig:
@@ -52,7 +61,7 @@ class Plan:
     def gpu(self) -> Gpu:
         return self.cluster.gpu
 
-    @property
+    @functools.cached_property
     def fits(self) -> bool:
         # Nine of ten that do not fit are known at half of what their memory takes.
         if self.state_too_large or at_least(self.sketch, self.state, self._held) > self.gpu.hbm_bytes:
@@ -67,6 +76,11 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         return self.cost.step_seconds
+
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """No more than `step_seconds`, in a fraction of the time."""
+        return at_least_seconds(self.sketch, self.cluster, self._layers)
 
     @property
     def mfu(self) -> float:

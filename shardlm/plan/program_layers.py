@@ -93,9 +93,11 @@ def activations(sketch: Sketch) -> Iterator[Sent]:
     both_ways = mesh.pipeline > 1 and sketch.schedule.both_ways
     for sent in _embedding(sketch, both_ways):
         yield idling(sent, 1 - sketch.passes / sketch.schedule.ticks if both_ways else 0.0)
+    made: dict[tuple[BlockConfig, Runs], list[Sent]] = {}  # of layers that are alike
     for block, runs in runs_of(sketch):
-        for sent in _layer(sketch, block, runs):
-            yield idling(sent, runs.idle)
+        if (block, runs) not in made:
+            made[block, runs] = [idling(sent, runs.idle) for sent in _layer(sketch, block, runs)]
+        yield from made[block, runs]
 
 
 def _layer(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
@@ -184,7 +186,7 @@ def _embedding_gathered(sketch: Sketch) -> set[str]:
 
 
 def sent_by_rest(sketch: Sketch) -> tuple:
-    """What of where weights rest `activations` goes by: on meshes with the same inner axes (bound.INNER and pipeline)
+    """What of where weights rest `activations` goes by: on meshes with the same inner axes (alike.INNER and pipeline)
     for which this is the same, the same is sent."""
     mesh = sketch.mesh
     both_ways = mesh.pipeline > 1 and sketch.schedule.both_ways

@@ -2,6 +2,7 @@
 their gradients on the way back, what the optimizer turns, what layers keep, and kernels so small that only their number
 counts. As XLA fuses them for H100; stages' own are compute.py's."""
 
+import functools
 from collections.abc import Iterator
 
 from shardlm.layers.attention import AttentionConfig
@@ -15,6 +16,8 @@ from shardlm.plan.activations import kept, layer
 from shardlm.plan.constants import GAP
 from shardlm.plan.op import Op
 from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.spread import Spread
+from shardlm.rules import Rules
 
 WIDE = 4  # bytes of a float32
 # Kernels of a layer's forward pass, as many again where it is made again, and twice as many for gradients: of 32 layers
@@ -65,42 +68,46 @@ def of_weights(sketch: Sketch) -> Iterator[Op]:
     """Weights are cast where they are used, of layers in the backward pass again. A layer's gradient is written into
     all layers' in float32, zeros at first; what microbatches gave is added up."""
     passes = 1 if sketch.mesh.pipeline > 1 else sketch.passes
-    forward = backward = 0.0
-    for weight in sketch.weights:
-        if weight.trained and weight.is_matrix:
-            one, other = _of_weight(weight, sketch)
-            forward += one
-            backward += other
+    several = sketch.passes > 1 and sketch.mesh.pipeline == 1
+    stages = sketch.shape.pipelined_segment() if sketch.mesh.pipeline > 1 else None
+    forward, backward = _moved(sketch.spread, sketch.itemsize, several, stages, sketch.shape.tie_embeddings)
     how = {"count": 2 * passes, "forward": passes}
     yield Op("other", "weights and gradients", "memory", 0, forward, gradient_bytes=backward, **how)
     if sketch.mesh.pipeline == 1 and sketch.config.unroll:
         yield _stacks(sketch)
 
 
-def _of_weight(weight: Weight, sketch: Sketch) -> tuple[float, float]:
-    """Bytes of a pass, forward and backward."""
-    rules, size = sketch.rules, sketch.itemsize
-    rests, used = weight.numbers(rules.rest), weight.numbers(rules.use)
-    cast = (WIDE + size) * rests if size < WIDE else 0
-    if sketch.staged(weight):
-        return cast, 0.0
-    added = 3 * WIDE * weight.numbers(rules.grads) if sketch.passes > 1 and sketch.mesh.pipeline == 1 else 0
-    if weight.path == "embedding":
-        tied = (cast, WIDE * used) if sketch.shape.tie_embeddings else (0, 0)
-        return cast + tied[0], 3 * size * used + tied[1] + added  # zeros, to which rows are added
-    if not weight.stacked:
-        return cast, WIDE * used + added
-    turned = 2 * size * used if _turned(weight, sketch) else 0
-    return cast, cast + (size + 2 * WIDE) * rests + turned + added
+@functools.lru_cache(maxsize=4096)
+def _moved(spread: Spread, size: int, several: bool, stages: int | None, tied: bool) -> tuple[float, float]:
+    """Bytes of a pass, forward and backward: of a run of `several` microbatches, `stages` being the segment that is in
+    them, and with an embedding that is the head too."""
+    forward = backward = 0.0
+    for i, weight in enumerate(spread.weights):
+        if not (weight.trained and weight.is_matrix):
+            continue
+        rests, used = spread.rest[i], spread.use[i]
+        cast = (WIDE + size) * rests if size < WIDE else 0
+        forward += cast
+        if stages is not None and weight.segment == stages:
+            continue
+        added = 3 * WIDE * weight.numbers(spread.rules.grads) if several else 0
+        if weight.path == "embedding":  # zeros, to which rows are added
+            forward += cast if tied else 0
+            backward += 3 * size * used + (WIDE * used if tied else 0) + added
+        elif not weight.stacked:
+            backward += WIDE * used + added
+        else:
+            turned = 2 * size * used if _turned(weight, spread.rules) else 0
+            backward += cast + (size + 2 * WIDE) * rests + turned + added
+    return forward, backward
 
 
-def _turned(weight: Weight, sketch: Sketch) -> bool:
+def _turned(weight: Weight, rules: Rules) -> bool:
     """Whether its gradient leaves the product the other way round than it rests: what an embedding's dimension is
     summed over, and where it is not scattered, all; experts' are compute.py's."""
     names = weight.names[weight.stacked :]
     if "experts" in names or "router" in names:
         return False
-    rules = sketch.rules
     return names[0] == "embed" or rules.rest.split(weight.names) == rules.use.split(weight.names)
 
 
@@ -121,15 +128,21 @@ def _stacks(sketch: Sketch) -> Op:
 def of_update(sketch: Sketch) -> Iterator[Op]:
     """Gradients are read for their norm. Where the optimizer's state is split and weights are not, XLA gathers what is
     new by the first dimension of all: it turns weights and both moments there, and back what was gathered."""
-    rules = sketch.rules
+    norm, turned = _updated(sketch.spread)
+    yield Op("optimizer", "norm", "memory", 0, norm, 1)
+    yield Op("optimizer", "updated weights turned", "memory", 0, turned, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _updated(spread: Spread) -> tuple[float, float]:
+    """Bytes that the norm and what is turned move."""
+    rules = spread.rules
     norm = turned = 0.0
-    for weight in sketch.weights:
+    for weight, rests, updated in zip(spread.weights, spread.rest, spread.optimizer, strict=True):
         if not weight.trained:
             continue
-        updated = weight.numbers(rules.optimizer)
         norm += WIDE * updated
         gathered = set(rules.optimizer.split(weight.names)) - set(rules.rest.split(weight.names))
         if gathered and weight.is_matrix and not gathered & set(rules.optimizer.axes(weight.names[0])):
-            turned += 2 * WIDE * (weight.numbers(rules.rest) + 2 * updated)
-    yield Op("optimizer", "norm", "memory", 0, norm, 1)
-    yield Op("optimizer", "updated weights turned", "memory", 0, turned, 1)
+            turned += 2 * WIDE * (rests + 2 * updated)
+    return norm, turned

@@ -9,15 +9,18 @@ reduce-scatter.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import muon_traffic
 from shardlm.plan.program_layers import activations, summed_once
 from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.spread import Spread
 from shardlm.plan.traffic import GATHER, MASTER, PERMUTE, REDUCE, SCATTER, Sent, idling, ordered, share
+from shardlm.rules import Rules
 from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
@@ -58,6 +61,7 @@ class Moved:
     numbers   of one device while in use, of all layers
     rests     of one device at rest
     repeats   arrays that it is stacked of
+    like      a number that weights share which differ in nothing but their layer of a pattern; None: others
     """
 
     weight: Weight
@@ -68,17 +72,19 @@ class Moved:
     rests: float
     repeats: int
     itemsize: int
+    like: int | None = None
 
     @classmethod
-    def of(cls, weight: Weight, sketch: Sketch) -> "Moved":
-        rules, mesh = sketch.rules, sketch.mesh
+    def of(cls, weight: Weight, rules: Rules, size: int, meet: bool) -> "Moved":
+        """`size` is of a number in use, and `meet` whether replicas send gradients in every step."""
+        mesh = rules.mesh
         rest, use = set(weight.axes(rules.rest)), set(weight.axes(rules.use))
         gathered = rest - use - {"pipeline"}
         seen = {"data", "fsdp", "context", "expert"} - gathered - use
-        copies = seen - {"data"} if sketch.config.local_sgd.inner_steps else seen
+        copies = seen if meet else seen - {"data"}
         if weight.path.endswith(WHOLE_OVER_TENSOR):
             copies = copies | {"tensor"}
-        itemsize = MASTER if weight.path.endswith(IN_FLOAT32) else sketch.itemsize
+        itemsize = MASTER if weight.path.endswith(IN_FLOAT32) else size
         return cls(
             weight,
             ordered(mesh, gathered),
@@ -96,9 +102,21 @@ class Moved:
         return idling(Sent(tuple(axes), f"{self.weight.path}: {what}", nbytes, kind, count, beside=True), idle)
 
 
-def moved_of(sketch: Sketch) -> list[Moved]:
+def moved_of(sketch: Sketch) -> Sequence[Moved]:
     """All that are moved."""
-    return [Moved.of(weight, sketch) for weight in sketch.weights if weight.is_matrix]
+    return _moved(sketch.spread, sketch.itemsize, not sketch.config.local_sgd.inner_steps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _moved(spread: Spread, size: int, meet: bool) -> tuple[Moved, ...]:
+    firsts: dict[int, Moved] = {}
+    found = []
+    for first, weight in zip(spread.firsts, spread.weights, strict=True):
+        if weight.is_matrix:
+            if first not in firsts:
+                firsts[first] = changed(Moved.of(weight, spread.rules, size, meet), like=first)
+            found.append(changed(firsts[first], weight=weight))
+    return tuple(found)
 
 
 def together(moved: Iterable[Moved], sketch: Sketch) -> list[Moved]:
@@ -109,10 +127,11 @@ def together(moved: Iterable[Moved], sketch: Sketch) -> list[Moved]:
         rests = weight.axes(sketch.rules.rest), weight.axes(sketch.rules.optimizer)
         staged = (*ways, *rests, _is_projection(weight), weight.trained)
         alike.setdefault(staged if sketch.staged(weight) else weight.path, []).append(one)
-    return [
-        changed(ones[0], numbers=sum(one.numbers for one in ones), rests=sum(one.rests for one in ones))
-        for ones in alike.values()
-    ]
+    return [ones[0] if len(ones) == 1 else _as_one(ones) for ones in alike.values()]
+
+
+def _as_one(ones: Sequence[Moved]) -> Moved:
+    return changed(ones[0], numbers=sum(one.numbers for one in ones), rests=sum(one.rests for one in ones), like=None)
 
 
 def _is_projection(weight: Weight) -> bool:
@@ -120,21 +139,35 @@ def _is_projection(weight: Weight) -> bool:
 
 
 def _weights(sketch: Sketch, weights: Iterable[Moved]) -> Iterator[Sent]:
-    one_f_one_b = sketch.schedule.both_ways and sketch.mesh.pipeline > 1
+    """Those that differ in their layer alone send the same, for reasons with other names."""
+    made: dict[int, tuple[int, list[Sent]]] = {}
     for moved in weights:
-        weight = moved.weight
-        if sketch.staged(weight):
-            found = _staged(sketch, moved)
-        elif one_f_one_b:
-            found = _of_some_stages(sketch, moved)
-        else:
-            found = _of_all(sketch, moved)
-        if weight.trained and not weight.unasked:
-            yield from found
-        else:  # it has no gradient
-            yield from (sent for sent in found if sent.kind == GATHER or sent.why.endswith("to its stage"))
-        if weight.trained:
-            yield from _updated(sketch, moved)
+        path = moved.weight.path
+        if moved.like in made:
+            length, found = made[moved.like]
+            yield from (changed(sent, why=path + sent.why[length:]) for sent in found)
+            continue
+        found = [sent for sent in _of(sketch, moved) if sent.nbytes and sent.axes]
+        if moved.like is not None:
+            made[moved.like] = len(path), found
+        yield from found
+
+
+def _of(sketch: Sketch, moved: Moved) -> Iterator[Sent]:
+    """Of one weight; the names of all reasons begin with its path."""
+    weight = moved.weight
+    if sketch.staged(weight):
+        found = _staged(sketch, moved)
+    elif sketch.schedule.both_ways and sketch.mesh.pipeline > 1:
+        found = _of_some_stages(sketch, moved)
+    else:
+        found = _of_all(sketch, moved)
+    if weight.trained and not weight.unasked:
+        yield from found
+    else:  # it has no gradient
+        yield from (sent for sent in found if sent.kind == GATHER or sent.why.endswith("to its stage"))
+    if weight.trained:
+        yield from _updated(sketch, moved)
 
 
 def _further(sketch: Sketch) -> int:

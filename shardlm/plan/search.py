@@ -5,13 +5,14 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.mesh import AXES
+from shardlm.plan.alike import Alike
 from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
@@ -81,17 +82,17 @@ def _places(config: RunConfig, constraints: Constraints) -> list[bool]:
 def _smaller(plan: Plan, constraints: Constraints) -> Plan:
     """What needs least memory on the plan's mesh: where the state alone is too large, the search does not go on to
     remat policies that keep less."""
-    least = _thrifty(plan.config, plan.cluster, constraints, [plan.config.offload.optimizer])
+    least = _thrifty(plan.config, Alike(plan.cluster), constraints, [plan.config.offload.optimizer])
     return min([plan, *(one for one in least if isinstance(one, Plan))], key=lambda one: one.memory.total)
 
 
 def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:
     """Any plan that fits, of those that need least memory on their mesh: the first with ROOM to spare, else the one
     with most. None where none fits or none can run."""
-    away = _places(config, constraints)
+    away, known = _places(config, constraints), Alike(cluster)
     tightest: Plan | None = None
     for laid in laid_out(config, cluster, constraints):
-        for plan in _thrifty(laid, cluster, constraints, away):
+        for plan in _thrifty(laid, known, constraints, away):
             if isinstance(plan, ShardlmError) or not plan.fits:
                 continue
             if plan.memory.total <= (1 - ROOM) * cluster.gpu.hbm_bytes:
@@ -106,25 +107,23 @@ def _search(
     """Where there are more meshes than `beam`, first the fewest microbatches on each that fit where least is kept, and
     then everything on the fastest of them: DeepSeek V3 on 1,024 GPUs has 2,602 meshes with 41,600 ways to run on
     them."""
-    tally = _Tally()
+    tally, known = _Tally(), Alike(cluster)
     meshes = list(laid_out(config, cluster, constraints))
     if len(meshes) > beam:
         for laid in meshes:
-            for plan in _fewest(laid, cluster, constraints, offload):
-                tally.add(plan)
+            tally.add(_fewest(laid, known, constraints, offload))
         meshes = [dataclasses.replace(config, mesh=p.config.mesh, rules=p.config.rules) for p in tally.plans[:beam]]
     for laid in meshes:
-        for plan in _all(laid, cluster, constraints, offload):
-            tally.add(plan)
+        tally.add(_all(laid, known, constraints, offload))
     return tally.found()
 
 
 def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]) -> Found:
     """Of each mesh, what may be faster than all that was seen before: first the meshes without stages, then those with,
     from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
-    tally, bound = _Tally(), Bound(config.model.transformer())
+    tally, known, bound = _Tally(), Alike(cluster), Bound(config.model.transformer())
     meshes = list(laid_out(config, cluster, constraints))
-    least = Least(cluster, bound, meshes, constraints, offload)
+    least = Least(known, bound, meshes, constraints, offload)
     seen: dict[int, list[Plan | ShardlmError]] = {}
     for staged in (False, True):
         numbers = [i for i, laid in enumerate(meshes) if (laid.mesh.pipeline > 1) == staged]
@@ -138,17 +137,16 @@ def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offl
                 heapq.heappush(queue, (hope.seconds, i, hope))
                 continue
             if math.isfinite(seconds):
-                plans = _hopeful(meshes[i], cluster, constraints, offload, bound, least, hope)
+                plans = _hopeful(meshes[i], known, constraints, offload, bound, least, hope)
             else:  # nothing fits so far: what stands in the way is asked for
-                plans = _all(meshes[i], cluster, constraints, offload)
+                plans = _all(meshes[i], known, constraints, offload)
             seen[i] = []
             for plan in plans:
                 seen[i].append(plan)
                 if isinstance(plan, Plan) and plan.fits:
                     bound.add(plan)
     for i in sorted(seen):  # as they were laid out: of equals the first is taken
-        for plan in seen[i]:
-            tally.add(plan)
+        tally.add(seen[i])
     tally.considered += least.considered
     return tally.found()
 
@@ -162,18 +160,22 @@ class _Tally:
         self.smallest: Plan | None = None
         self.considered = self.too_large = 0
 
-    def add(self, plan: Plan | ShardlmError) -> None:
-        self.considered += 1
-        if isinstance(plan, ShardlmError):
-            self.refused[str(plan)] += 1
-        elif not plan.fits:
-            self.too_large += 1
-            if not self.best:  # as soon as one fits, nobody asks how large the others are
-                self.smallest = min(filter(None, (self.smallest, plan)), key=lambda p: p.memory.total)
-        else:
-            key = (plan.config.mesh, plan.config.rules)
-            if key not in self.best or plan.step_seconds < self.best[key].step_seconds:
-                self.best[key] = plan
+    def add(self, plans: Iterable[Plan | ShardlmError]) -> None:
+        """Of one mesh and preset."""
+        fitting: list[Plan] = []
+        for plan in plans:
+            self.considered += 1
+            if isinstance(plan, ShardlmError):
+                self.refused[str(plan)] += 1
+            elif plan.fits:
+                fitting.append(plan)
+            else:
+                self.too_large += 1
+                if not self.best and not fitting:  # as soon as one fits, nobody asks how large the others are
+                    self.smallest = min(filter(None, (self.smallest, plan)), key=lambda p: p.memory.total)
+        if fitting:
+            key = (fitting[0].config.mesh, fitting[0].config.rules)
+            self.best[key] = fastest([*filter(None, [self.best.get(key)]), *fitting])
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -184,8 +186,19 @@ class _Tally:
         return Found(self.plans, self.considered, self.too_large, dict(self.refused.most_common()), smallest)
 
 
+def fastest(plans: Sequence[Plan]) -> Plan:
+    """The first of those whose step takes least. The most hopeful are reckoned first, and none that takes longer at
+    least than what was found: of each mesh of DeepSeek V3 on 1,024 GPUs A of B that fit."""
+    best, *others = sorted(range(len(plans)), key=lambda i: plans[i].least_seconds) if len(plans) > 1 else [0]
+    for i in others:
+        if plans[i].least_seconds > plans[best].step_seconds:
+            break
+        best = min(best, i, key=lambda j: (plans[j].step_seconds, j))
+    return plans[best]
+
+
 def _all(
-    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]
+    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[bool]
 ) -> Iterator[Plan | ShardlmError]:
     """Everything on one mesh: a plan, or why there is none. What keeps less of the forward pass is looked at only where
     what keeps more does not fit, as it runs longer."""
@@ -200,7 +213,7 @@ def _all(
             yield error
             continue
         for candidate in keeping(variant, remats, offload):
-            plan = _plan(candidate, cluster)
+            plan = _plan(candidate, known)
             yield plan
             if isinstance(plan, ShardlmError) or plan.fits or plan.state_too_large:
                 break
@@ -217,7 +230,7 @@ def _refused(laid: RunConfig) -> ShardlmError | None:
 
 def _hopeful(
     laid: RunConfig,
-    cluster: Cluster,
+    known: Alike,
     constraints: Constraints,
     offload: Sequence[bool],
     bound: Bound,
@@ -237,7 +250,7 @@ def _hopeful(
                 slow = hope.excludes(candidate)
                 if slow and laid.mesh.pipeline == 1:
                     break
-                plan = _plan(candidate, cluster)
+                plan = _plan(candidate, known)
                 if not slow:
                     yield plan
                 # In stages what keeps less may be faster, and is looked at where what keeps more does not fit.
@@ -246,27 +259,27 @@ def _hopeful(
 
 
 def _thrifty(
-    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]
+    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[bool]
 ) -> Iterator[Plan | ShardlmError]:
     """Of one mesh, what needs least memory: the remat policy that keeps least, with the most and the fewest
     microbatches of each schedule."""
     remat = constraints.choices("remat", REMATS)[-1:]
     for variants in by_schedule(laid, constraints):
         for variant in variants if len(variants) == 1 else (variants[0], variants[-1]):
-            yield from (_plan(candidate, cluster) for candidate in keeping(variant, remat, offload))
+            yield from (_plan(candidate, known) for candidate in keeping(variant, remat, offload))
 
 
 def _fewest(
-    laid: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]
+    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[bool]
 ) -> Iterator[Plan | ShardlmError]:
     """Of one mesh with the remat policy that keeps least and each schedule: the most microbatches, and where those fit,
     from the fewest on to the first that fit."""
     remat = constraints.choices("remat", REMATS)[-1:]
     for most, *fewer in by_schedule(laid, constraints):
-        plans = [_plan(candidate, cluster) for candidate in keeping(most, remat, offload)]
+        plans = [_plan(candidate, known) for candidate in keeping(most, remat, offload)]
         yield from plans
         for variant in reversed(fewer if any(map(_fits, plans)) else []):
-            plans = [_plan(candidate, cluster) for candidate in keeping(variant, remat, offload)]
+            plans = [_plan(candidate, known) for candidate in keeping(variant, remat, offload)]
             yield from plans
             if any(map(_fits, plans)):
                 break
@@ -276,9 +289,9 @@ def _fits(plan: Plan | ShardlmError) -> bool:
     return isinstance(plan, Plan) and plan.fits
 
 
-def _plan(config: RunConfig, cluster: Cluster) -> Plan | ShardlmError:
+def _plan(config: RunConfig, known: Alike) -> Plan | ShardlmError:
     try:
-        return Plan.of(config, cluster)
+        return Plan.of(config, known.cluster, known)
     except ShardlmError as error:
         return error
 
@@ -310,7 +323,7 @@ def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constrain
             plan
             for laid in laid_out(larger, cluster, constraints)
             if batch % laid.mesh.size(*BATCH_AXES) == 0
-            for plan in _thrifty(laid, cluster, constraints, [False])
+            for plan in _thrifty(laid, Alike(cluster), constraints, [False])
         )
         if batch > rows and any(isinstance(plan, Plan) for plan in tried):
             return batch

@@ -23,6 +23,7 @@ from shardlm.layers.pooled_indexer import PooledIndexerConfig
 from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.plan.spread import Spread, Weights, spread
 from shardlm.rules import BATCH_AXES, Rules, Table
 from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig
@@ -155,6 +156,11 @@ class Sketch:
     def mesh(self) -> MeshSpec:
         return self.rules.mesh
 
+    @functools.cached_property
+    def spread(self) -> Spread:
+        """Its weights on its mesh."""
+        return spread(self.weights, self.rules)
+
     @property
     def parameters(self) -> int:
         """Of the model, however they are held, without adapters."""
@@ -249,4 +255,4 @@ def _traced(shape: TransformerConfig, dtype, lora, held, tensor: int) -> tuple[W
             where = ".".join(map(str, path))
             packed = model.groups[path].a_byte if path in model.groups else 1
             found.append(Weight(where, leaf.shape, (*stack, *own), len(stack), leaf.dtype.itemsize, trained, packed))
-    return tuple(found)
+    return Weights(found)

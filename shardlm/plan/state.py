@@ -2,6 +2,7 @@
 what the arguments of the compiled step are, but for scalars."""
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from shardlm.errors import ShardlmError
 from shardlm.optim import OptimConfig, is_muons
 from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.spread import Spread
 from shardlm.rules import Table
 from shardlm.train import powersgd
 from shardlm.train.config import SlowLinkConfig
@@ -48,12 +50,12 @@ class State:
 
 def state(sketch: Sketch) -> State:
     """Of one device's part of the training state and the batch, scalars left out."""
-    rules, config = sketch.rules, sketch.config
-    trained = [weight for weight in sketch.weights if weight.trained]
+    config = sketch.config
+    trained, own = sketch.spread.trained, sketch.spread
     local = config.local_sgd.inner_steps > 0  # replicas have the optimizer's state, and no average
-    weights = MASTER * sum(weight.numbers(rules.rest) for weight in trained)
-    optimizer = 0 if local else moments(trained, config.optim, rules.optimizer)
-    average = MASTER * sum(weight.numbers(rules.optimizer) for weight in trained) if config.optim.ema_decay else 0
+    weights = MASTER * own.trained_rest
+    optimizer = 0 if local else _moments(own, config.optim)
+    average = MASTER * own.trained_optimizer if config.optim.ema_decay else 0
     host = config.offload.params * weights + config.offload.optimizer * (optimizer + average)
     return State(
         weights=weights * (not config.offload.params),
@@ -64,6 +66,11 @@ def state(sketch: Sketch) -> State:
         batch=_batch(sketch),
         host=host,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _moments(own: Spread, optim: OptimConfig) -> int:
+    return moments(own.trained, optim, own.rules.optimizer)
 
 
 def moments(weights: list[Weight], optim: OptimConfig, table: Table) -> int:

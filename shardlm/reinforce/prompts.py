@@ -90,6 +90,12 @@ def _begun(messages: Sequence[Mapping[str, Any]]) -> bool:
     return messages[-1]["role"] == "assistant" and isinstance(messages[-1].get("content"), str)
 
 
+def digest(prompts: Sequence[Prompt]) -> int:
+    """Of all that replies and rewards see of them, below 2**63."""
+    content = json.dumps([(prompt.tokens, prompt.columns) for prompt in prompts])
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8]) >> 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """Prompts by their number in epochs laid end to end, each shuffled anew by the seed."""

@@ -25,14 +25,14 @@ FORM = "package.module:function or file.py:function"
 @dataclasses.dataclass(frozen=True)
 class Reward:
     """A function and what it is called: `function(prompts=, completions=, completion_ids=, **columns)` gives a number
-    for each reply, or None of those it does not judge. A prompt that is a text has completions that are texts, one of
-    messages has messages. It may be `async`, and change the folder it is in."""
+    for each reply, or None or NaN of those it does not judge. A prompt that is a text has completions that are texts,
+    one of messages has messages. It may be `async`, and change the folder it is in."""
 
     name: str
     function: Callable[..., Sequence[float | None]]
 
     def judge(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence]) -> np.ndarray:
-        """float64 [replies], NaN where it gives None. Raises ShardlmError for what is no reward."""
+        """float64 [replies], NaN of those it does not judge. Raises ShardlmError for what is no reward."""
         try:
             with contextlib.chdir("."):  # which it may leave
                 found = self.function(prompts=list(prompts), completions=list(completions), **columns)
@@ -46,8 +46,11 @@ class Reward:
             raise ShardlmError(f"the reward {self.name} gave {len(found)} numbers for {len(prompts)} replies")
         found = [value.item() if hasattr(value, "item") else value for value in found]  # of numpy and torch
         for value in found:
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-                raise ShardlmError(f"the reward {self.name} gave {value!r}; a reward is a finite number, or None")
+            if value is not None and (not isinstance(value, int | float) or math.isinf(value)):
+                raise ShardlmError(
+                    f"the reward {self.name} gave {value!r}; a reward is a finite number, or None or NaN of a reply "
+                    "that it does not judge"
+                )
         return np.array([math.nan if value is None else float(value) for value in found])
 
 
@@ -94,21 +97,27 @@ def _of_file(path: pathlib.Path) -> Any:
     return module
 
 
-def summed(judged: Sequence[np.ndarray], names: Sequence[str]) -> np.ndarray:
-    """The sum of several rewards of each reply, [replies]; those that do not judge it add nothing. Raises ShardlmError
-    where none does."""
-    each = np.stack(judged)
-    nobody = np.flatnonzero(np.isnan(each).all(axis=0))
-    if len(nobody):
+def summed(judged: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """[..., functions] of what functions say -> the sum for each reply. Those that do not judge it add nothing; one
+    that none judges has NaN, as in TRL (trl 1.16, GRPOTrainer: nansum over functions, NaN where all are NaN). Raises
+    ShardlmError where that is every reply."""
+    nobody = np.isnan(judged).all(axis=-1)
+    if nobody.all():
         raise ShardlmError(
-            f"reply {nobody[0]} of {each.shape[1]} is judged by none of {', '.join(names)}: all gave None"
+            f"none of {nobody.size} replies is judged by any of {', '.join(names)}: all gave None or NaN; what is "
+            "trained on needs rewards, a number of at least some of its replies"
         )
-    return np.nansum(each, axis=0)
+    return np.where(nobody, np.nan, np.nansum(judged, axis=-1))
 
 
 def advantages(rewards: np.ndarray, scale: bool) -> np.ndarray:
     """[prompts, group] of rewards -> how much better each reply is than its group, with `scale` in standard deviations
-    of it (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2). A group whose replies are all as good has zeros."""
-    alike = rewards.max(axis=1, keepdims=True) == rewards.min(axis=1, keepdims=True)  # a mean of 0.1s may not be 0.1
-    centred = np.where(alike, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
-    return centred / (rewards.std(axis=1, keepdims=True) + 1e-4) if scale else centred
+    of it (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2). A group whose replies are all as good has zeros; one
+    that nobody judged, NaN, is none of its group, and has zero."""
+    judged = ~np.isnan(rewards)
+    count = np.maximum(judged.sum(axis=1, keepdims=True), 1)
+    mean = np.where(judged, rewards, 0).sum(axis=1, keepdims=True) / count
+    least, most = (f(rewards, axis=1, keepdims=True) for f in (np.fmin.reduce, np.fmax.reduce))
+    alike = least == most  # a mean of 0.1s may not be 0.1
+    centred = np.where(judged & ~alike, rewards - mean, 0.0)
+    return centred / (np.sqrt((centred**2).sum(axis=1, keepdims=True) / count) + 1e-4) if scale else centred

@@ -2,18 +2,15 @@
 and packed into rows."""
 
 import dataclasses
-import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.reinforce.prompts import Order, Prompt
-from shardlm.reinforce.rewards import Reward, advantages, summed
+from shardlm.reinforce.judged import Groups, Judges, described, totals
+from shardlm.reinforce.prompts import Order
+from shardlm.reinforce.rewards import advantages
 from shardlm.reinforce.rows import Reply, length_of, rows_of
-from shardlm.reinforce.sampler import Sampler
-from shardlm.serve.outputs import CompletionOutput
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import TrainState
 from shardlm.train.batches import to_devices
@@ -26,8 +23,8 @@ class Rollouts:
 
     waits_for = "sampling"
 
-    def __init__(self, program: Program, sampler: Sampler, rewards: Sequence[Reward], order: Order):
-        self._program, self._sampler, self._rewards, self._order = program, sampler, rewards, order
+    def __init__(self, program: Program, judges: Judges, order: Order):
+        self._program, self._judges, self._order = program, judges, order
         self._taken = 0  # prompts
         self._replies: list[Reply] = []
         self._left = 0  # updates that are still made with them
@@ -54,34 +51,35 @@ class Rollouts:
         return to_devices(batch, rows, self._program.batch_sharding, self._program.slots), self._told
 
     def _sample(self, state: TrainState) -> tuple[list[Reply], dict[str, float]]:
-        config, begun = self._program.config, time.monotonic()
-        grpo = config.grpo
+        config = self._program.config
+        grpo, names = config.grpo, [reward.name for reward in self._judges.rewards]
         prompts = self._order.take(self._taken, config.train.global_batch // grpo.group_size)
-        params = [
+        asked = [
             SamplingParams(
                 n=grpo.group_size, max_tokens=grpo.max_tokens, logprobs=0, seed=_seed(config.data.seed, number)
             )
             for number in range(self._taken, self._taken + len(prompts))
         ]
-        self._sampler.update(state.params, state.frozen)
-        groups = self._sampler.sample([prompt.tokens for prompt in prompts], params)
+        groups, seconds = self._judges.replies(state.params, state.frozen, prompts, asked)
         self._taken += len(prompts)
-        judged = judge(self._rewards, prompts, groups)
-        shape = len(prompts), grpo.group_size
-        gains = advantages(judged["reward"].reshape(shape), grpo.scale_rewards)
+        rewards = totals(groups, names)
+        gains = advantages(rewards, grpo.scale_rewards)
         replies = [
-            _reply(prompt, output, gain, grpo.mask_truncated)
-            for prompt, outputs, gained in zip(prompts, groups, gains.tolist(), strict=True)
-            for output, gain in zip(outputs, gained, strict=True)
+            Reply(prompt.tokens, judged.tokens, judged.logprobs, gain, taught)
+            for prompt, group, *of in zip(prompts, groups, gains.tolist(), self._taught(groups, rewards), strict=True)
+            for judged, gain, taught in zip(group, *of, strict=True)
         ]
-        seconds = time.monotonic() - begun
-        told = means(judged) | described(groups)
-        told |= {
-            "reward_deviation": float(judged["reward"].reshape(shape).std(axis=1).mean()),
+        told = described(groups, names) | {
+            "reward_deviation": float(np.mean([_deviation(of_group) for of_group in rewards])),
             "undecided_groups": float(np.mean(~gains.any(axis=1))),
             "sampling_seconds": seconds,
         }
         return replies, told
+
+    def _taught(self, groups: Groups, rewards: np.ndarray) -> list[list[bool]]:
+        """Whether anything is learned from each reply."""
+        cut = np.array([[reply.truncated for reply in group] for group in groups])
+        return (~np.isnan(rewards) & ~(cut & self._program.config.grpo.mask_truncated)).tolist()
 
     def get_state(self) -> dict[str, Any]:
         pending = [dataclasses.asdict(reply) for reply in self._replies] if self._left else []
@@ -124,39 +122,10 @@ class Rollouts:
         }
 
 
-def judge(
-    rewards: Sequence[Reward], prompts: Sequence[Prompt], groups: Sequence[Sequence[CompletionOutput]]
-) -> dict[str, np.ndarray]:
-    """[replies], one prompt's after the other's: the "reward" of each and, of several functions, what each gave."""
-    pairs = [(prompt, output) for prompt, outputs in zip(prompts, groups, strict=True) for output in outputs]
-    names = dict.fromkeys(name for prompt, _ in pairs for name in prompt.columns)
-    columns: Mapping[str, list] = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names}
-    columns |= {"completion_ids": [list(output.token_ids) for _, output in pairs]}
-    given = [prompt.given for prompt, _ in pairs]
-    completions = [prompt.completion(output.text) for prompt, output in pairs]
-    each = {reward.name: reward.judge(given, completions, columns) for reward in rewards}
-    total = {"reward": summed(list(each.values()), list(each))}
-    return total | ({f"reward_{name}": values for name, values in each.items()} if len(each) > 1 else {})
-
-
-def means(judged: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Of the replies that each function judged; nothing of one that judged none of them."""
-    return {name: float(np.nanmean(values)) for name, values in judged.items() if not np.isnan(values).all()}
-
-
-def described(groups: Sequence[Sequence[CompletionOutput]]) -> dict[str, float]:
-    """Of replies: reply_tokens, their mean length, and truncated_fraction, how many max_tokens ended."""
-    outputs = [output for outputs in groups for output in outputs]
-    return {
-        "reply_tokens": float(np.mean([len(output.token_ids) for output in outputs])),
-        "truncated_fraction": float(np.mean([output.finish_reason == "length" for output in outputs])),
-    }
-
-
-def _reply(prompt: Prompt, output: CompletionOutput, advantage: float, mask_truncated: bool) -> Reply:
-    logprobs = tuple(place.chosen.logprob for place in output.logprobs)
-    taught = not (mask_truncated and output.finish_reason == "length")
-    return Reply(prompt.tokens, tuple(output.token_ids), logprobs, advantage, taught)
+def _deviation(rewards: np.ndarray) -> float:
+    """Of a group, of those that were judged."""
+    judged = rewards[~np.isnan(rewards)]
+    return float(judged.std()) if len(judged) else 0.0
 
 
 def _seed(seed: int, number: int) -> int:

@@ -1,21 +1,30 @@
-"""Copies of the model that is trained, which sample on the same devices: an engine of shardlm/serve whose weights are
-replaced before it samples."""
+"""Copies of the model that is trained, which sample on the same devices: engines of shardlm/serve that have weights and
+pages only while they sample. Each copy is within one process, which samples with its own copies alone."""
 
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.merge import added
-from shardlm.mesh import MeshSpec
+from shardlm.mesh import MeshSpec, physical_order
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.precision import COMPUTE_DTYPE
+from shardlm.progress_bar import compiling
+from shardlm.reinforce.copied_weights import CopiedWeights, of_copy
+from shardlm.serve.engine import Engine
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import CompletionOutput, whole
+from shardlm.serve.replicas import EngineGroup
+from shardlm.serve.rest import rest
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig
@@ -25,47 +34,95 @@ MAX_ROWS = 256  # that a copy samples at once; no more than its share of the rep
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """`llm` and the model whose weights it is given."""
+    """This process's copies.
+
+    llm      their engines
+    model    whose weights they are given
+    weights  as they hold them
+    copies   how many each process has
+    """
 
     llm: LLM
     model: ModelDef
+    weights: CopiedWeights
+    copies: tuple[int, ...]
 
     @classmethod
-    def make(cls, config: RunConfig, model: ModelDef, devices: int) -> "Sampler":
-        """Of config.model's checkpoint, over all devices. Raises ShardlmError for what does not fit."""
-        grpo = config.grpo
-        if devices % grpo.tensor:
-            choices = [str(n) for n in range(1, devices + 1) if devices % n == 0]
-            raise ShardlmError(
-                f"grpo.tensor={grpo.tensor} does not divide {devices} devices; choose from {', '.join(choices)}"
-            )
+    def make(cls, config: RunConfig, model: ModelDef, mesh: Mesh) -> "Sampler":
+        """Of config.model's checkpoint, over all devices of the mesh that trains; says how far compiling is. Raises
+        ShardlmError for what does not fit."""
+        grpo, first = config.grpo, jax.process_index() == 0
+        devices = physical_order(list(mesh.devices.flat))
+        copies = copies_of([device.process_index for device in devices], grpo.tensor)
         check_longest(config.model, config.train.seq_len)
         check_rotation(config.model, config.train.seq_len)
-        copies = devices // grpo.tensor
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        if first:
+            print(f"compiling what samples: {sum(copies)} copies over {grpo.tensor} devices each", flush=True)
         llm = LLM(
             config.model.folder,
-            mesh=MeshSpec(data=copies, tensor=grpo.tensor),
-            max_num_seqs=min(MAX_ROWS, -(-config.train.global_batch // copies)),
+            mesh=MeshSpec(data=len(own) // grpo.tensor, tensor=grpo.tensor),
+            devices=own,
+            progress=compiling(what="programs that sample", enabled=first),
+            max_num_seqs=min(MAX_ROWS, -(-config.train.global_batch // sum(copies))),
             dtype=jnp.dtype(COMPUTE_DTYPE[config.precision]).name,
             quantization="dtype",
             max_model_len=config.train.seq_len,
-            kv_cache_bytes=int(grpo.kv_cache_gib * 2**30 * devices),
+            kv_cache_bytes=int(grpo.kv_cache_gib * 2**30 * len(own)),
         )
-        return cls(llm, model)
+        every = MeshSpec(data=sum(copies), tensor=grpo.tensor).build(devices)
+        made = cls(llm, model, CopiedWeights.of(llm.engine.runner, every), copies)
+        made.rest()
+        return made
 
-    def update(self, params: Any, frozen: Any) -> None:
-        """Samples with these weights of a training state from now on."""
+    @property
+    def _engines(self) -> tuple[Engine, ...]:
+        engine = self.llm.engine
+        return engine.engines if isinstance(engine, EngineGroup) else (engine,)
+
+    @contextlib.contextmanager
+    def holding(self, params: Any, frozen: Any) -> Iterator[None]:
+        """Samples with these weights of a training state inside; of several processes all must come. Outside neither
+        weights nor pages are held."""
         lora = self.model.execution.lora
         if lora.rank:
             params = added(frozen, params, factor=lora.alpha / lora.rank)
-        self.llm.update_weights(params)
+        try:
+            placed = self.weights.placed(params)
+            del params  # of adapters the sums, which are all weights
+            for engine in self._engines:
+                engine.update_weights(of_copy(placed, engine.runner.mesh))
+                engine.runner.allocate()
+            del placed
+            yield
+        finally:
+            self.rest()
+
+    def rest(self) -> None:
+        """Gives the memory back."""
+        for engine in self._engines:
+            rest(engine)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[CompletionOutput]]:
         """The replies to each prompt. Raises EngineError where one broke."""
+        if not prompts:
+            return []
         asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
         return [output.outputs for output in whole(self.llm.generate(asked, params, use_tqdm=False))]
+
+
+def copies_of(processes: Sequence[int], tensor: int) -> tuple[int, ...]:
+    """How many copies over `tensor` devices each process has, of the process of each device. Raises ShardlmError where
+    a copy would have devices of several, or some would be left."""
+    counts = collections.Counter(processes)
+    if any(count % tensor for count in counts.values()):
+        least = min(counts.values())
+        choices = [str(n) for n in range(1, least + 1) if all(count % n == 0 for count in counts.values())]
+        of = f"the {least} devices of a process, in which a copy samples" if len(counts) > 1 else f"{least} devices"
+        raise ShardlmError(f"grpo.tensor={tensor} does not divide {of}; choose from {', '.join(choices)}")
+    return tuple(counts[process] // tensor for process in sorted(counts))
 
 
 def check_longest(model: Pretrained, seq_len: int) -> None:

@@ -13,6 +13,8 @@ import jax
 from shardlm.gguf_files import shards
 from shardlm.hf_files import behind_it, read_config
 from shardlm.opened import Found, describe, is_hf
+from shardlm.peft_folder import weights_of
+from shardlm.weight_files import hold
 
 CONFIGS = ("config.json", "adapter_config.json")
 SAMPLES, SAMPLE = 16, 4096  # of a file, and bytes of each
@@ -56,7 +58,7 @@ def of_files(path: str | os.PathLike) -> str:
 
 
 def digest(folder: str | os.PathLike) -> str:
-    """Of a folder's configuration and *.safetensors, or of the files of llama.cpp that it stands for: names and sizes,
+    """Of a folder's configuration and weights, or of the files of llama.cpp that it stands for: names and sizes,
     and some bytes from all over each of them."""
     said = hashlib.sha256()
     for path in _files(pathlib.Path(folder)):
@@ -69,7 +71,8 @@ def digest(folder: str | os.PathLike) -> str:
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     if is_hf(folder) and (behind := behind_it(read_config(folder))):
         return shards.parts(behind)
-    return [path for path in sorted(folder.iterdir()) if path.name in CONFIGS or path.suffix == ".safetensors"]
+    own = {*(folder / name for name in CONFIGS), weights_of(folder)}
+    return sorted({path for path in own if path.is_file()} | {*hold(folder)})
 
 
 def _parts(path: pathlib.Path) -> Iterator[bytes]:

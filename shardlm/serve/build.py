@@ -50,7 +50,7 @@ from shardlm.serve.speculation.build import DraftModel, by_modules, make_propose
 from shardlm.serve.staged_deterministic import StagedDeterministicRunner
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import cut, repeated
-from shardlm.serve.submeshes import of_replica, of_stage, submeshes
+from shardlm.serve.submeshes import in_several_processes, of_replica, of_stage, submeshes
 from shardlm.serve.try_out import like_model, settled
 from shardlm.state import ModelDef
 from shardlm.tokenizer import Tokenizer
@@ -59,16 +59,21 @@ _SHORT = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
 
 def build(
-    path: str | os.PathLike, config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None
+    path: str | os.PathLike,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> tuple[Engine | EngineGroup, Opened]:
-    """The engine of a checkpoint, its programs compiled, and what was opened. Raises ShardlmError for what does not fit
-    or is not there. Over several processes, each of which calls it, this is where those but the first stay until that
-    ends (following.join)."""
-    refuse_second()
+    """The engine of a checkpoint over `devices`, all by default, its programs compiled, and what was opened. Raises
+    ShardlmError for what does not fit or is not there. Over devices of several processes, each of which calls it, this
+    is where those but the first stay until that ends (following.join)."""
     use_memory(config.kv_offloading_size)
+    several = in_several_processes(devices)
+    if several:
+        refuse_second()
     if -1 in config.mesh.sizes().values():
-        config = dataclasses.replace(config, mesh=config.mesh.resolve(jax.device_count()))
-    submeshes(config.mesh)  # says where devices are too few
+        config = dataclasses.replace(config, mesh=config.mesh.resolve(len(devices or jax.devices())))
+    submeshes(config.mesh, devices)  # says where devices are too few
     room = config.room
     mesh = of_replica(config.mesh)
     found, classifier = apart(describe(path))
@@ -78,7 +83,7 @@ def build(
         raise ShardlmError(f"max_model_len={length} is more than the model's {longest} positions; choose at most that")
     if not length:
         raise ShardlmError(f"{path} does not say how long its texts may be; give max_model_len")
-    if jax.process_count() > 1:
+    if several:
         agree(asked(config, found), jax.process_index())
     if room.count:
         refuse_own(found.lora)
@@ -91,24 +96,25 @@ def build(
     config = fitted(config, shape)
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
-    beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype)
+    beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype, devices)
     draft = open_draft_model(speculative, shape, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     sight = sight_for(found, config)
     cache = functools.partial(check_cache, config=config, length=length)
-    opened = load(found if classifier else path, mesh=mesh, decoding=True, length=length, check=cache, **options)
+    options |= {"length": length, "check": cache, "devices": devices}
+    opened = load(found if classifier else path, mesh=mesh, decoding=True, **options)
     if said := grown(opened, config.quantization):
         logging.warning("%s %s", path, said)
-    eyes = (
-        open_eyes(sight, opened.source, opened.model.execution.dtype, shape.embed_dim, opened.mesh) if sight else None
-    )
-    engine = assemble(opened, opened.tokenizer, opened.stop_ids, length, config, progress, draft, eyes)
+    dtype = opened.model.execution.dtype
+    eyes = open_eyes(sight, opened.source, dtype, shape.embed_dim, opened.mesh) if sight else None
+    how = (opened.tokenizer, opened.stop_ids, length, config, progress, draft, devices, eyes)
+    engine = assemble(opened, *how)
     pooling = Pooling.of(shape.embed_dim, opened.options, classifier)
     for one in (engine, *(engine.engines if isinstance(engine, EngineGroup) else ())):
         one.pooling = pooling
     for name, adapter in config.lora_modules.items():
         engine.load_adapter(name, str(adapter), ready(adapter, engine))
-    if jax.process_count() > 1:
+    if several:
         join(engine)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
 
@@ -138,11 +144,12 @@ def assemble(
     config: EngineConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
     draft: DraftModel | None = None,
+    devices: Sequence[jax.Device] | None = None,
     eyes: Eyes | None = None,
 ) -> Engine | EngineGroup:
     """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, of
     its draft model and of its encoder of images."""
-    meshes, speculative = submeshes(config.mesh), config.speculative_config
+    meshes, speculative = submeshes(config.mesh, devices), config.speculative_config
     adapters = AdapterTable(config.room, opened.source)
     with jax.set_mesh(opened.mesh):
         model, params = with_room(opened.model, opened.params, adapters.room)
@@ -221,6 +228,6 @@ def described(engine: Engine | EngineGroup, name: str) -> str:
         f"requests of {longest:,} tokens; "
         f"{f'memories in {layout.memories} {which}, copies of {config.snapshots}; ' if layout.memories else ''}"
         f"{f'{config.bundles * BUNDLE:,} pages in the host memory; ' if config.bundles else ''}"
-        f"{config.max_rows} requests at once; "
+        f"{config.max_rows} requests at once; {'images are read; ' if engine.sight else ''}"
         f"{engine.runner.num_programs} programs compiled in {engine.runner.compile_seconds:.1f} s"
     )

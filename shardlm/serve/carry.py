@@ -102,9 +102,9 @@ def key_of(shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple:
 
 
 def moved(a: jax.Array, sharding: NamedSharding, **options: Any) -> jax.Array:
-    """An array at a place among its own devices, or with one process anywhere. Of several processes all that have some
+    """An array at a place among its own devices, or anywhere in this process. Of several processes all that have some
     of its devices call it; `options` are device_put's. Without devices here what comes of it has no data."""
-    if a.sharding == sharding or jax.process_count() == 1:
+    if a.sharding == sharding or (a.is_fully_addressable and sharding.is_fully_addressable):
         return jax.device_put(a, sharding, **options)
     wider = jax.device_put(a, NamedSharding(a.sharding.mesh, sharding.spec))  # a copy in each stage
     shards = {shard.device: shard.data for shard in wider.addressable_shards}

@@ -30,6 +30,7 @@ class Gallery:
         self._readers: collections.Counter[bytes] = collections.Counter()  # requests that may still read it
         self._held: dict[str, tuple[bytes, ...]] = {}  # of each request
         self._looks: list[Look] = []
+        self._reading: list[Request] = []  # to their end, in the batch that is made
 
     def has_room(self, request: Request) -> bool:
         """Whether all of a waiting request's images can be on the device."""
@@ -55,14 +56,22 @@ class Gallery:
             self._places[digest] = own
             self._looks.append(Look(picture, own))
 
+    def read(self, request: Request) -> None:
+        """The rest of a prompt is in the batch that is made, before which others' images are read: what it sees stays
+        where it is until then."""
+        self._reading.append(request)
+
     def let_go(self, request: Request) -> None:
-        """A request that reads no more of its prompt, or loses what it holds."""
+        """A request that loses what it holds."""
         self._readers.subtract(self._held.pop(request.id, ()))
         self._readers = +self._readers
 
     def taken(self) -> tuple[Look, ...]:
         """The images that are to be read before the batch that is made now."""
         looks, self._looks = tuple(self._looks), []
+        for request in self._reading:
+            self.let_go(request)
+        self._reading.clear()
         return looks
 
     def places(self, placed: Sequence[Placed], start: int, end: int) -> np.ndarray:

@@ -99,7 +99,7 @@ class Holdings:
         """A chunk of a prompt up to `end` is in the batch that is made now: others may share what it leaves."""
         self.share(request, end)
         if end == request.prefill_end:
-            self.gallery.let_go(request)
+            self.gallery.read(request)
         if self.pages.snapshots is not None:
             self.pages.snapshots.read(request.id, request.slot, end, request.page_hashes)
 

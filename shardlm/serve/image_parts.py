@@ -45,11 +45,12 @@ def images_in(messages: Sequence[Any]) -> list[Sent]:
     for i, message in enumerate(messages):
         if has_images(message):
             parts = enumerate(message["content"])
-            found += [_sent(part, f"messages[{i}].content[{j}]") for j, part in parts if is_image(part)]
+            found += [sent(part, f"messages[{i}].content[{j}]") for j, part in parts if is_image(part)]
     return found
 
 
-def _sent(part: Mapping[str, Any], param: str) -> Sent:
+def sent(part: Mapping[str, Any], param: str) -> Sent:
+    """Raises BadMessage for a part without an image."""
     kind = part["type"]
     if kind in ("image_url", "input_image"):
         value = part.get("image_url")

@@ -1,20 +1,25 @@
 """How a chat template is shown the images of a conversation, so that it writes a place for each: as parts of contents,
 {"type": "image"} among {"type": "text"}, which templates of models that see go through, or as the token itself before
-the words, for one that joins contents to other texts. No jax."""
+the words, for one that joins contents to other texts. Where somebody writes the token's name it is words and no
+place. No jax."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.image_parts import has_images
+from shardlm.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 IMAGE = {"type": "image"}
 # What a model's own template has around the token: those of Qwen, from 2 VL to 3.5, are the only ones with more.
 _WRITTEN = {"<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>"}
 _WORDS = "what the user says"
+NAMED = (
+    "\ufdd2"  # the token's name in somebody's words, while they are rendered: no character, which texts have none of
+)
 
 
 def forms(template: ChatTemplate, messages: Sequence[Message], token: str) -> Iterator[Sequence[Message]]:
@@ -28,8 +33,8 @@ def forms(template: ChatTemplate, messages: Sequence[Message], token: str) -> It
     if lists:
         yield usual
         # Results of tools that have images: templates join them to other texts as a rule.
-        yield [_in_words(one, token) if one["role"] == "tool" else one for one in usual]
-    yield [_in_words(one, token) for one in messages]
+        yield [_before_words(one, token) if one["role"] == "tool" else one for one in usual]
+    yield [_before_words(one, token) for one in messages]
 
 
 @functools.lru_cache
@@ -53,10 +58,37 @@ def _in_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _in_words(message: Message, token: str) -> Message:
+def _before_words(message: Message, token: str) -> Message:
     """As vLLM writes them: a line for each image, then the words."""
     if not has_images(message):
         return message
     parts = message["content"]
     places = [_WRITTEN.get(token, token) for part in parts if part["type"] == "image"]
     return {**message, "content": "\n".join([*places, *(part["text"] for part in parts if part["type"] == "text")])}
+
+
+def in_words(value: Any, token: str) -> Any:
+    """Texts, in lists and objects too, in which NAMED stands for the name of `token`."""
+    if not token:
+        return value
+    if isinstance(value, str):
+        return value.replace(token, NAMED)
+    if isinstance(value, Mapping):
+        return {key: in_words(one, token) for key, one in value.items()}
+    return [in_words(one, token) for one in value] if isinstance(value, list | tuple) else value
+
+
+def shown(text: str, token: str) -> str:
+    """A text that was rendered, as it reads."""
+    return text.replace(NAMED, token) if token else text
+
+
+def encoded(text: str, token: str, tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> list[int]:
+    """The tokens of a text that was rendered, by `encode`; names of `token` are as characters spell them."""
+    if not token or NAMED not in text:
+        return encode(text)
+    first, *rest = text.split(NAMED)
+    ids, name = encode(first), tokenizer.encode(token, parse_special=False)
+    for piece in rest:
+        ids = ids + name + tokenizer.encode(piece)
+    return ids

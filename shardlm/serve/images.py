@@ -4,6 +4,7 @@ sends it, and their tokens in a prompt. No jax."""
 import collections
 import concurrent.futures
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from shardlm.vision.sight import Sight
 
 KEPT = 2**30  # bytes of prepared images; one of a megapixel has 5 to 12 MB
 # At once. One may take a few hundred megabytes while it is unpacked, and tens of milliseconds of a core.
-THREADS = 4
+THREADS = max(2, min(8, os.cpu_count() or 1))
 
 
 class Images:
@@ -67,9 +68,11 @@ class Images:
         or fewer places for images than there are."""
         return self.sight.expanded(ids, pictures)
 
-    def read(self, ids: Sequence[int], images: Sequence[Any], most: int) -> tuple[list[int], tuple[Placed, ...]]:
+    def read(self, ids: Sequence[int], images: Sequence[Any], most: int) -> tuple[Sequence[int], tuple[Placed, ...]]:
         """As `placed`, of images that are still to be prepared. Raises ShardlmError, and PromptTooLong as soon as
         there are above `most` tokens."""
+        if not images and self.sight.token not in ids:  # as most prompts are
+            return ids, ()
         self.check_count(len(images))
         pictures, tokens = [], 0
         for number, image in enumerate(images, 1):
@@ -90,9 +93,9 @@ class Images:
         with self._changing:
             if key not in self._pictures:
                 self._pictures[key] = made
-                self._bytes += _size(made)
+                self._bytes += size_of(made)
             while self._bytes > self._kept:
-                self._bytes -= _size(self._pictures.popitem(last=False)[1])
+                self._bytes -= size_of(self._pictures.popitem(last=False)[1])
         return made
 
 
@@ -150,5 +153,6 @@ def _digest(kind: bytes, data: Any) -> bytes:
     return hashlib.blake2b(data, digest_size=32, person=hashlib.blake2b(kind, digest_size=16).digest()).digest()
 
 
-def _size(picture: Picture) -> int:
+def size_of(picture: Picture) -> int:
+    """Bytes."""
     return sum(array.nbytes for array in picture.inputs.values())

@@ -40,11 +40,11 @@ def lying(model: ModelDef, params: Tree, *, release: bool = False) -> Tree:
     """Parameters with layers apart, whose weights lie as the model has them (Params.weight); call under the mesh. Those
     that do already are left as they are. With `release` a weight is let go of once it is turned."""
     flat = flatten_dict(params)
-    for path, (plain, names, into) in _made_first(model).items():
+    for path, (plain, names, into) in made_first(model).items():
         if plain not in flat:
             continue
         weight = flat.pop(plain)
-        flat[path] = jnp.moveaxis(weight, range(-names, into - names), range(-into, 0))
+        flat[path] = turned(weight, names, into)
         if release:
             weight.delete()
     return unflatten_dict(flat)
@@ -53,7 +53,7 @@ def lying(model: ModelDef, params: Tree, *, release: bool = False) -> Tree:
 def plain_shapes(model: ModelDef, params: Tree) -> dict[tuple, jax.ShapeDtypeStruct]:
     """{path: shape and dtype} of parameters with layers apart, by the names and in the order that training has."""
     found = {path: jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in flatten_dict(params).items()}
-    for path, (plain, names, into) in _made_first(model).items():
+    for path, (plain, names, into) in made_first(model).items():
         if path in found:
             held = found.pop(path)
             *stack, made, summed = *held.shape[:-names], held.shape[-names:-into], held.shape[-into:]
@@ -61,7 +61,12 @@ def plain_shapes(model: ModelDef, params: Tree) -> dict[tuple, jax.ShapeDtypeStr
     return found
 
 
-def _made_first(model: ModelDef) -> dict[tuple, tuple[tuple, int, int]]:
+def turned(weight: jax.Array, names: int, into: int) -> jax.Array:
+    """A weight as one that lies made first; its numbers as `made_first` has them."""
+    return jnp.moveaxis(weight, range(-names, into - names), range(-into, 0))
+
+
+def made_first(model: ModelDef) -> dict[tuple, tuple[tuple, int, int]]:
     """{path of each weight that lies made first: (its path in training, its dimensions in a layer, how many of them are
     summed over)}."""
     params = nnx.to_flat_state(nnx.state(model.outline(), nnx.Param))

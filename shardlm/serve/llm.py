@@ -20,12 +20,14 @@ from shardlm.serve import prompts as prompt_forms
 from shardlm.serve.adapter_table import LoRARequests
 from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
+from shardlm.serve.batch_images import WAITING, BatchImages
 from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
 from shardlm.serve.image_parts import BadMessage, Sent, images_in
-from shardlm.serve.images import check_cut, images_of, of_engine, with_images
+from shardlm.serve.image_places import encoded, shown
+from shardlm.serve.images import check_cut, images_of, of_engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.media import MediaRules, file_here
 from shardlm.serve.messages import plain_text, rendered
@@ -37,7 +39,6 @@ from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
 from shardlm.tokenizer import Tokenizer
-from shardlm.vision.picture import Placed
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -58,6 +59,8 @@ class LLM:
         reasoning_parser: str = "auto",
         allowed_media_domains: Sequence[str] | None = None,
         allowed_local_media_path: str | os.PathLike = "",
+        devices: Sequence[Any] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
         **options,
     ):
         """Loads a Hugging Face folder, a file of llama.cpp, adapters or a run, and compiles its programs.
@@ -66,6 +69,9 @@ class LLM:
           seed: of all replies whose own parameters have none, in the order in which they are asked for.
           reasoning_parser: how replies mark their thoughts, for thinking_token_budget, as of launch.serve.
           allowed_media_domains, allowed_local_media_path: where `chat` takes images from (media.py).
+          devices: of jax, over the first of which the mesh is; all by default. Of several processes, devices of this
+            one alone make an engine that the others have no part in.
+          progress: is called with how many programs of how many are compiled.
           options: fields of EngineConfig (build.py): max_model_len, block_size, quantization, ...
 
         Raises: ShardlmError for what does not fit or is not there.
@@ -74,13 +80,13 @@ class LLM:
         check_seed(seed)
         sizes = MeshSpec(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
         config = config_of(sizes, mesh, options)
-        self._media = MediaRules(tuple(allowed_media_domains or ()), os.fspath(allowed_local_media_path or ""))
+        self._media = MediaRules.of(allowed_media_domains, allowed_local_media_path)
         # What can be refused of texts is, before minutes go into weights and programs.
         self.folder = describe(model).folder
         self.tokenizer = Tokenizer.load(self.folder)
         self._usual = recommended(read_generation(self.folder))
         self._reasoning = choose(reasoning_parser, ChatTemplate.find(self.folder), self.tokenizer)
-        self.engine, _ = build(model, config)
+        self.engine, _ = build(model, config, progress, devices)
         self._images = of_engine(self.engine, options.get("limit_mm_per_prompt"))
         self._ids = itertools.count()
         self._turn = threading.Lock()
@@ -129,24 +135,27 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation or to several, by the checkpoint's chat template or by the text of another."""
-        if others.get("chat_template_content_format") in ("auto", "string"):
+        forms = ("auto", "string", "openai") if self._images else ("auto", "string")
+        if others.get("chat_template_content_format") in forms:
             del others["chat_template_content_format"]
         refuse("LLM.chat", others, ("messages", "chat_template", "tools", "chat_template_kwargs"), CALLS)
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        form["token"] = self._images.token if self._images else ""
-        write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **form)
+        token = self._images.token if self._images else ""
+        write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, token=token, **form)
         chats = prompt_forms.conversations(messages)
-        texts = [write(one) for one in chats]
+        written = [write(one) for one in chats]
+        texts = [shown(text, token) for text in written]
 
         def of_chat(prompt: int) -> Thoughts | None:
             last = chats[prompt][-1].get("content") if continue_final_message else None
             begun = plain_text(last, "messages") or "" if continue_final_message else None
             return self._reasoning.of(texts[prompt], begun, ()).thoughts
 
-        encoded = [(self.tokenizer.encode(text), text) for text in texts]
+        ids = [encoded(one, token, self.tokenizer, self.tokenizer.encode) for one in written]
         images = [[self._image(sent) for sent in images_in(one)] for one in chats]
-        return self._run(encoded, sampling_params, use_tqdm, of_chat, lora_request, images=images)
+        asked = list(zip(ids, texts, strict=True))
+        return self._run(asked, sampling_params, use_tqdm, of_chat, lora_request, images=images)
 
     def _image(self, sent: Sent) -> Any:
         """With its file where it has an address. Raises BadMessage for one that cannot be had."""
@@ -280,7 +289,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """`thoughts`: of the replies to a prompt, by its number. `images`: of each prompt."""
         turns = prompt_forms.priorities_of(priority, len(texts))
-        seen = self._seen([ids for ids, _ in texts], images or [()] * len(texts))
+        most = self.engine.max_model_len
+        seen = BatchImages(self._images, [ids for ids, _ in texts], images or [()] * len(texts), most)
         ids = [f"request-{next(self._ids)}" for _ in texts]
         with self._in_turn():
             usual = self.get_default_sampling_params()
@@ -288,17 +298,26 @@ class LLM:
                 bounded(self._reasoning, self._seeded(one), lambda _, number=number: thoughts(number))
                 for number, one in enumerate(prompt_forms.params_of(params, usual, len(texts)))
             ]
+            for own, given in zip(each, images, strict=False):
+                if given:
+                    check_cut(own)
             adapters = names_of(self.engine, lora_request, len(ids))
+
+            def add(i: int) -> None:
+                tokens, pictures = seen.take(i)
+                options = {"text": texts[i][1], "priority": turns[i], "salt": salts[i] if salts else ""}
+                options |= {"adapter": adapters[i], "embed": embed, "pictures": pictures}
+                self.engine.add(ids[i], tokens, each[i], **options)
+
             try:
-                for i, ((_, text), (tokens, pictures), own) in enumerate(zip(texts, seen, each, strict=True)):
-                    options = {"text": text, "priority": turns[i], "salt": salts[i] if salts else ""}
-                    if pictures:
-                        check_cut(own)
-                    options["pictures"] = pictures
-                    self.engine.add(ids[i], tokens, own, adapter=adapters[i], embed=embed, **options)
+                for i in range(added := seen.first):
+                    add(i)
                 done: dict[str, RequestOutput] = {}
                 with count_bar("prompts", len(ids), shown) as tell:
                     while len(done) < len(ids):
+                        while added < len(ids) and self.engine.stats().num_waiting < WAITING:
+                            add(added)
+                            added += 1
                         done |= {output.request_id: output for output in self.engine.step() if output.finished}
                         tell(len(done))
             except Exception:
@@ -306,13 +325,6 @@ class LLM:
                     self.engine.abort(id)
                 raise
         return [done[id] for id in ids]
-
-    def _seen(
-        self, ids: Sequence[Sequence[int]], images: Sequence[Sequence[Any]]
-    ) -> list[tuple[Sequence[int], Sequence[Placed]]]:
-        """Of each prompt the tokens with those of its images, and where they are. Raises ShardlmError."""
-        read = functools.partial(with_images, self._images, most=self.engine.max_model_len)
-        return list((self._images.threads.map if self._images else map)(read, ids, images))
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:

@@ -4,10 +4,12 @@ over the network is media_http.py's. No jax."""
 import asyncio
 import concurrent.futures
 import dataclasses
+import os
 import pathlib
 import stat
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 
 from shardlm.errors import ShardlmError
 from shardlm.vision.read import MAX_BYTES, BadImage, file_of
@@ -28,6 +30,13 @@ class MediaRules:
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: str = ""
     media_seconds: float = 10
+
+    @classmethod
+    def of(cls, domains: Sequence[str] | None, path: str | os.PathLike | None) -> "MediaRules":
+        """As users write them. Raises ShardlmError for a text, of which each letter would be a host."""
+        if isinstance(domains, str):
+            raise ShardlmError(f"allowed_media_domains={domains!r} is a text; give a list of hosts, [{domains!r}]")
+        return cls(tuple(domains or ()), os.fspath(path or ""))
 
     def __post_init__(self):
         if self.allowed_local_media_path and not pathlib.Path(self.allowed_local_media_path).is_dir():

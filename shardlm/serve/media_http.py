@@ -66,7 +66,7 @@ def _url(address: str, rules: MediaRules) -> yarl.URL:
     url = yarl.URL(address)
     if url.scheme not in ("http", "https") or not url.host:
         raise BadImage(f"an image's address is {address[:SHOWN]!r}; it begins with https://HOST or http://HOST")
-    if rules.allowed_media_domains and url.host not in rules.allowed_media_domains:
+    if rules.allowed_media_domains and url.host not in map(str.lower, rules.allowed_media_domains):
         names = ", ".join(rules.allowed_media_domains)
         raise BadImage(f"images are not fetched from {url.host:.100}, only from {names} (allowed_media_domains)")
     if not rules.allowed_media_domains and _is_address(url.host):

@@ -26,7 +26,8 @@ def rendered(
     token: str = "",
 ) -> str:
     """The text that the model is given. `options` are the template's own. `token`: what stands for an image in the
-    text; "": the model does not see. Raises BadMessage, ShardlmError."""
+    text, which holds image_places.NAMED where somebody says its name; "": the model does not see. Raises BadMessage,
+    ShardlmError."""
     options = dict(options or {})
     if taken := options.keys() & _TAKEN:
         message = f"chat_template_kwargs has {min(taken)}, which means something else here; leave it out"
@@ -35,7 +36,8 @@ def rendered(
         message = "continue_final_message=True goes on with the last message, and add_generation_prompt begins another"
         raise BadMessage(f"{message}; choose one", "continue_final_message")
     developer = "developer" in template.source
-    plain = [_message(one, f"messages[{i}]", developer, token) for i, one in enumerate(messages)]
+    plain = [_message(one, f"messages[{i}]", developer, bool(token)) for i, one in enumerate(messages)]
+    plain, tools, options = (image_places.in_words(one, token) for one in (plain, tools, options))
     form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     images = sum(is_image(part) for one in plain if has_images(one) for part in one["content"])
     wrong = None
@@ -57,13 +59,13 @@ def _wrong_places(template: ChatTemplate, places: int, images: int, token: str) 
     return BadMessage(f"{message}; send images as parts of what the user says", "messages")
 
 
-def _message(message: Message, param: str, developer: bool, token: str) -> dict[str, Any]:
+def _message(message: Message, param: str, developer: bool, sees: bool) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or not role:
         raise BadMessage(f"{param}.role={role!r} must be a text, such as user", f"{param}.role")
     if role == "developer" and not developer:
         role = "system"  # its older name, which templates know
-    known = {**message, "role": role, "content": _content(message, f"{param}.content", token)}
+    known = {**message, "role": role, "content": _content(message, f"{param}.content", sees)}
     if calls := message.get("tool_calls"):
         known["tool_calls"] = _calls(calls, f"{param}.tool_calls")
     elif known["content"] is None:
@@ -71,14 +73,11 @@ def _message(message: Message, param: str, developer: bool, token: str) -> dict[
     return known
 
 
-def _content(message: Message, param: str, token: str) -> str | list[dict[str, str]] | None:
-    """A text or, with images that the model sees, a list of parts. Raises BadMessage for other parts, and for texts
-    with `token`, which would take the place of an image."""
+def _content(message: Message, param: str, sees: bool) -> str | list[dict[str, str]] | None:
+    """A text or, with images that the model sees, a list of parts. Raises BadMessage for other parts."""
     content = message.get("content")
-    if not (token and has_images(message)):
-        read = plain_text(content, param)
-        _check_words(read or "", param, token)
-        return read
+    if not (sees and has_images(message)):
+        return plain_text(content, param)
     parts = []
     for i, part in enumerate(content):
         if is_image(part):
@@ -87,14 +86,8 @@ def _content(message: Message, param: str, token: str) -> str | list[dict[str, s
         if (text := _text_of(part)) is None:
             message = f"{param}[{i}] is of type {_kind(part)!r}; this model reads text and images"
             raise BadMessage(message, f"{param}[{i}]")
-        _check_words(text, f"{param}[{i}]", token)
         parts.append({"type": "text", "text": text})
     return parts
-
-
-def _check_words(text: str, param: str, token: str) -> None:
-    if token and token in text:
-        raise BadMessage(f"{param} has {token!r}, which stands for an image; write it in another way", param)
 
 
 def plain_text(content: Any, param: str) -> str | None:

@@ -38,6 +38,7 @@ STRUCTURES = {
 _HUB = "the hub's main branch is read, into HF_HOME; fetch another one yourself and give its folder"
 _CONFIG_JSON = "change config.json, in the model's folder or in one that links to its other files"
 _DRAFTS = 'it is speculative_config, {"model": SMALLER, "num_speculative_tokens": 4} or {"method": "ngram", ...}'
+_PREPARED = "images are prepared as the checkpoint's preprocessor_config.json says: change it there"
 _ANY = "any model generates and embeds (LLM.embed, /v1/embeddings): leave it out"
 # Of the engine's options, by vLLM's names.
 ENGINE = {
@@ -57,6 +58,9 @@ ENGINE = {
     "logprobs_mode": "log-probabilities are the model's own, before penalties and temperature (raw_logprobs)",
     "generation_config": "LLM takes the checkpoint's for prompts that come without SamplingParams",
     "override_generation_config": "give SamplingParams with the prompts",
+    "mm_processor_kwargs": _PREPARED,
+    "media_io_kwargs": "images are in RGB, on white where they are transparent",
+    "language_model_only": 'it is limit_mm_per_prompt={"image": 0}',
     "device": "JAX_PLATFORMS=cpu or cuda, in the environment, chooses it",
     "enable_expert_parallel": "it is mesh=MeshSpec(expert=N)",
 }
@@ -75,14 +79,15 @@ MEANINGLESS = (
     *("cuda_graph_sizes", "attention_backend", "scheduling_policy", "preemption_mode", "num_scheduler_steps"),
     *("guided_decoding_backend", "structured_outputs_config", "max_num_partial_prefills", "disable_cascade_attn"),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "use_v2_block_manager", "num_lookahead_slots"),
-    *("max_parallel_loading_workers", "fully_sharded_loras", "lora_dtype"),
+    *("mm_processor_cache_gb", "mm_processor_cache_type", "disable_mm_preprocessor_cache", "mm_encoder_tp_mode"),
+    *("skip_mm_profiling", "max_parallel_loading_workers", "fully_sharded_loras", "lora_dtype"),
 )
 CALLS = {
     "prompt_token_ids": _IDS,
     "tokenization_kwargs": _IDS,
     "guided_options_request": "give SamplingParams(structured_outputs=...)",
     "chat_template_content_format": "templates are given contents as texts",
-    "mm_processor_kwargs": "models here read text",
+    "mm_processor_kwargs": _PREPARED,
 }
 # Of the class LLM, which has no such attributes.
 METHODS = {

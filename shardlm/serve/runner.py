@@ -20,6 +20,7 @@ from shardlm.serve import programs
 from shardlm.serve.adapter_parts import shape_of_part, write_part
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.before_batch import BeforeBatch
+from shardlm.serve.carry import alone
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
 from shardlm.serve.eyes import Eyes, sized
@@ -236,8 +237,11 @@ class Runner(BeforeBatch):
 
     @functools.cached_property
     def _options(self) -> dict[str, Any]:
-        """On CPUs those of training; what it takes on GPUs is for steps that gather weights."""
-        return dict(resolve_profile("cpu", self.mesh).options) if self.platform == "cpu" else {}
+        """On CPUs those of training; what it takes on GPUs is for steps that gather weights. An engine of one process
+        among several compiles without the others."""
+        if self.platform == "cpu":
+            return dict(resolve_profile("cpu", self.mesh).options)
+        return alone(self.platform) if jax.process_count() > 1 and not self.mesh.is_multi_process else {}
 
     @property
     def _weights(self) -> Any:

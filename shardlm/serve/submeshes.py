@@ -21,17 +21,23 @@ def of_stage(spec: MeshSpec) -> MeshSpec:
     return dataclasses.replace(spec, data=1, pipeline=1)
 
 
+def in_several_processes(devices: Sequence[jax.Device] | None) -> bool:
+    """Whether more than one process has some of these; None: of all."""
+    return len({device.process_index for device in (jax.devices() if devices is None else devices)}) > 1
+
+
 def submeshes(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> list[list[Mesh]]:
     """The mesh of each stage of each replica, over the first devices; of several processes the first one has the last
     stage, which samples. Raises ShardlmError where they are too few."""
     devices = jax.devices() if devices is None else devices
+    several = in_several_processes(devices)
     needed = spec.size(*AXES)
     if needed > len(devices):
         raise ShardlmError(f"the mesh {spec} needs {needed} devices and there are {len(devices)}; choose fewer")
-    if jax.process_count() > 1:
+    if several:
         _check_processes(spec, needed, len(devices))
     grid = spec.build(devices[:needed]).devices
-    grid = grid if jax.process_count() == 1 else grid[:, ::-1]
+    grid = grid[:, ::-1] if several else grid
     types = (AxisType.Explicit,) * len(AXES)
     return [[Mesh(stage[None, None], AXES, axis_types=types) for stage in replica] for replica in grid]
 

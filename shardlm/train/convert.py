@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlm import chat, hf_files, peft, weights
+from shardlm import chat, hf_files, peft, tokenizer_files, weights
 from shardlm.checkpoint import Checkpoints, save_unread
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
@@ -22,7 +22,7 @@ from shardlm.opened import Prepared, prepare, trained
 from shardlm.progress_bar import bytes_bar
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.state import at_rest
-from shardlm.tokenizer import Tokenizer
+from shardlm.tokenizer import Tokenizer, file_of
 from shardlm.train.config import RunConfig, TrainConfig
 
 
@@ -114,8 +114,8 @@ def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(found.source.options.get("dtype"), "fp32")
     rows = min(TrainConfig().seq_len, found.longest or TrainConfig().seq_len)
     config = RunConfig(found.source, precision=precision, train=TrainConfig(seq_len=rows), run_dir=str(run_dir))
-    tokenizer = found.folder / "tokenizer.json"
-    save_run_files(unfinished, to_json(config), tokenizer if tokenizer.exists() else None)
+    tokenizer = file_of(found.folder) if tokenizer_files.is_here(found.folder) else None
+    save_run_files(unfinished, to_json(config), tokenizer)
     hf_files.copy_beside(found.folder, unfinished)
     unfinished.rename(run_dir)
 

@@ -11,6 +11,7 @@ from shardlm.data.prepare import Progress, prepare
 from shardlm.mesh import MeshSpec
 from shardlm.opened import describe, trained
 from shardlm.precision import Precision
+from shardlm.tokenizer import file_of
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.evaluate import Evaluator
@@ -40,9 +41,7 @@ def score(
     config = RunConfig(
         found.source,
         lora=found.lora,
-        data=DataConfig(
-            tuple(text), tuple(text), str(found.folder / "tokenizer.json"), text_key=text_key, cache_dir=cache_dir
-        ),
+        data=DataConfig(tuple(text), tuple(text), str(file_of(found.folder)), text_key=text_key, cache_dir=cache_dir),
         mesh=mesh,
         precision=precision or kept,
         train=TrainConfig(global_batch=global_batch, seq_len=seq_len),

@@ -15,6 +15,7 @@ from shardlm.hf_files import Folder
 from shardlm.layers.param import Execution, Params
 from shardlm.mesh import MeshSpec
 from shardlm.models.naming import Names
+from shardlm.ops import attention
 from shardlm.rules import Rules
 from shardlm.vision import tower_weights
 
@@ -24,11 +25,15 @@ Tree = Any
 class Seeing(Protocol):
     """What a family says of its encoder: a frozen dataclass.
 
+    tower    its layers, whose heads have `each` dimensions
     inputs   of each patch, by name: (shape, dtype), as Picture.inputs has them
     module   makes it. Called with (inputs [P, ...], count int32, execution) it returns [P // merged, width]
     names    where its weights are in a checkpoint, by path, {layer} in those of stacked ones
     tensors  which of a checkpoint's tensors are its
     """
+
+    @property
+    def tower(self) -> Any: ...
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]: ...
@@ -59,7 +64,9 @@ class Encoder:
     @classmethod
     def make(cls, config: Seeing, dtype: jnp.dtype, mesh: Mesh) -> "Encoder":
         """Traces the constructor without creating anything. Weights are held, and computed with, in `dtype`."""
-        execution = Execution(Rules.make("replicated", MeshSpec()), jnp.dtype(dtype))
+        dtype, head = jnp.dtype(dtype), config.tower.each
+        kind = attention.choose("auto", mesh.devices.flat[0], dtype, [(head, head)], trained=False)
+        execution = Execution(Rules.make("replicated", MeshSpec()), dtype, attention=kind)
         with jax.set_mesh(mesh):
             graph, state = nnx.split(nnx.eval_shape(lambda: config.module(Params(None, execution.rules))))
         whole = NamedSharding(mesh, PartitionSpec())

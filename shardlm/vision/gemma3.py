@@ -21,7 +21,7 @@ from shardlm.vision.options import vision_options
 from shardlm.vision.sight import Sight
 from shardlm.vision.siglip import Siglip, SiglipConfig
 from shardlm.vision.square_images import SquareImages
-from shardlm.vision.tower import norm_names
+from shardlm.vision.tower import TowerConfig, norm_names
 from shardlm.vision.tower_weights import Tensors
 
 
@@ -38,6 +38,11 @@ class Gemma3Config:
         r"^vision_tower\.head\.",
         ((r"^model\.", ""), (r"^vision_tower\.vision_model\.", "vision_tower.")),
     )
+
+    @property
+    def tower(self) -> TowerConfig:
+        """Its layers."""
+        return self.siglip.tower
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:

@@ -11,9 +11,9 @@ from flax import nnx
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.models.naming import Names, Tensor
-from shardlm.ops.full_attention import full_attention
 from shardlm.ops.rope import rotated
 from shardlm.ops.swiglu import Activation, gated
+from shardlm.vision.attending import Attending
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -48,6 +48,11 @@ class Gemma4TowerConfig:
     activation: Activation
     theta: float
     clipped: bool
+
+    @property
+    def each(self) -> int:
+        """Dimensions of a head."""
+        return self.head_dim
 
     @property
     def frequencies(self) -> np.ndarray:
@@ -91,17 +96,16 @@ class Gemma4TowerBlock(nnx.Module):
                 value = constant(-jnp.inf if limit.endswith("min") else jnp.inf)
                 setattr(self, f"{name}_{limit}", params((), (), value))
 
-    def __call__(self, x: jax.Array, count, execution: Execution, sines, windows, whole) -> jax.Array:
-        """x [P, D] -> the same shape; sines [P, 1, 2, H / 4]; the rest as Tower has it, without windows."""
-        assert windows is None
-        own = self._attention(self.attention_norm(x, execution), count, execution, sines)
+    def __call__(self, x: jax.Array, attend: Attending, execution: Execution, sines) -> jax.Array:
+        """x [P, D] -> the same shape; sines [P, 1, 2, H / 4]."""
+        own = self._attention(self.attention_norm(x, execution), attend, execution, sines)
         x = x + self.after_attention(own, execution)
         return x + self.after_mlp(self._feed_forward(self.mlp_norm(x, execution), execution), execution)
 
-    def _attention(self, x, count, execution: Execution, sines) -> jax.Array:
+    def _attention(self, x, attend: Attending, execution: Execution, sines) -> jax.Array:
         q, k, v = (self._by("pd,dnh->pnh", x, f"w{letter}", execution) for letter in "qkv")
         q, k = (_turned(norm(a, execution), sines) for norm, a in ((self.q_norm, q), (self.k_norm, k)))
-        out = full_attention(q, k, self.v_norm(v, execution), 1.0, count)
+        out = attend(q, k, self.v_norm(v, execution), 1.0)
         return self._by("pnh,nhd->pd", out, "wo", execution)
 
     def _feed_forward(self, x: jax.Array, execution: Execution) -> jax.Array:

@@ -10,7 +10,8 @@ from flax import nnx
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal
 from shardlm.ops.swiglu import activate
-from shardlm.vision.tower import Linear, Tower, Windows
+from shardlm.vision.attending import Windows
+from shardlm.vision.tower import Linear, Tower
 
 
 class QwenEncoder(nnx.Module):
@@ -50,8 +51,12 @@ class QwenEncoder(nnx.Module):
         told = self.config.pixels
         pixels = inputs["pixels"].astype(jnp.float32) * told.factor
         pixels = (pixels - jnp.asarray(told.mean, jnp.float32)) / jnp.asarray(told.std, jnp.float32)
-        weight = in_use(self.patches, execution)
-        x = jnp.einsum("pyxc,tyxcd->tpd", pixels.astype(execution.dtype), weight).sum(0)
+        frames = jnp.concatenate(
+            [pixels.reshape(len(pixels), -1).astype(execution.dtype)] * self.config.frames, axis=-1
+        )
+        # Made before the product: XLA fails to compile a kernel that multiplies bytes as it makes them numbers (GPUs).
+        frames = jax.lax.optimization_barrier(frames)
+        x = jnp.einsum("pk,kd->pd", frames, in_use(self.patches, execution).reshape(frames.shape[-1], -1))
         if not self.config.side:
             return x
         near = in_use(self.positions, execution).astype(jnp.float32)[inputs["near"]]

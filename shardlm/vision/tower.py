@@ -2,7 +2,6 @@
 norm, stacked and run by one scan. What makes patches into vectors before them, and what comes after, is a family's."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,25 +13,9 @@ from flax import nnx
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.models.naming import Names, Tensor
-from shardlm.ops.full_attention import full_attention, in_tiles
 from shardlm.ops.rope import rotated
 from shardlm.ops.swiglu import Activation, activate, gated
-from shardlm.ops.window_attention import window_attention
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """numbers int32 [P], ascending, of the window that each patch is in, of which none has more than `longest`."""
-
-    numbers: jax.Array
-    longest: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Windows of `size` rows each, all of which are there."""
-
-    size: int
+from shardlm.vision.attending import Attending, Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +60,16 @@ class Tower(nnx.Module):
         count: jax.Array,
         execution: Execution,
         sines: tuple[jax.Array, jax.Array] | None = None,
-        windows: Windows | Tiles | None = None,
+        windows: Windows | None = None,
         everywhere: Sequence[int] = (),
         keep: Sequence[int] = (),
+        tile: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (x after the last layer, [len(keep), P, D]: x after those of `keep`).
 
         count int32, patches that there are; sines: (sines, cosines) [P, 1, H / 2] that queries and keys are turned by,
-        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`.
+        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`; tile: so many rows
+        after each other attend to each other, whole ones whatever `count` is; 0: to all.
         """
         graph, stacked = nnx.split(self.block)
         layers = self.layers
@@ -95,7 +80,8 @@ class Tower(nnx.Module):
         def layer(carry, inputs):
             x, kept = carry
             state, slot, whole = inputs
-            x = nnx.merge(graph, state)(x, count, execution, sines, windows, whole)
+            attend = Attending(count, execution.attention, windows, whole, tile)
+            x = nnx.merge(graph, state)(x, attend, execution, sines)
             return (x, kept.at[slot].set(x, mode="drop") if len(keep) else kept), None
 
         kept = jnp.zeros((len(keep), *x.shape), x.dtype)
@@ -131,9 +117,9 @@ class TowerBlock(nnx.Module):
                 setattr(self, f"{name}_bias", params((F,), ("mlp",), constant(0.0)))
             self.down_bias = params((D,), ("norm",), constant(0.0))
 
-    def __call__(self, x: jax.Array, count, execution: Execution, sines, windows, whole) -> jax.Array:
-        """x [P, D] -> the same shape; arguments as Tower has them, and whether the layer attends everywhere."""
-        own = self._attention(self.attention_norm(x, execution), count, execution, sines, windows, whole)
+    def __call__(self, x: jax.Array, attend: Attending, execution: Execution, sines) -> jax.Array:
+        """x [P, D] -> the same shape; sines as Tower has them."""
+        own = self._attention(self.attention_norm(x, execution), attend, execution, sines)
         x = x + self._scaled(own, "attention_scale", execution)
         own = self._feed_forward(self.mlp_norm(x, execution), execution)
         return x + self._scaled(own, "mlp_scale", execution)
@@ -141,11 +127,11 @@ class TowerBlock(nnx.Module):
     def _scaled(self, x: jax.Array, name: str, execution: Execution) -> jax.Array:
         return x * in_use(getattr(self, name), execution) if self.config.scaled else x
 
-    def _attention(self, x, count, execution: Execution, sines, windows, whole) -> jax.Array:
+    def _attention(self, x, attend: Attending, execution: Execution, sines) -> jax.Array:
         q, k, v = (_by("pd,dnh->pnh", x, self, f"w{letter}", f"b{letter}", execution) for letter in "qkv")
         if sines is not None:
             q, k = (rotated(a, *sines) for a in (q, k))
-        out = _attended(q, k, v, self.config.each**-0.5, count, windows, whole)
+        out = attend(q, k, v, self.config.each**-0.5)
         return _by("pnh,nhd->pd", out, self, "wo", "bo", execution)
 
     def _feed_forward(self, x: jax.Array, execution: Execution) -> jax.Array:
@@ -155,17 +141,6 @@ class TowerBlock(nnx.Module):
         else:
             up = activate(up, self.config.activation)
         return _by("pf,fd->pd", up, self, "down", "down_bias", execution)
-
-
-def _attended(q, k, v, scale: float, count, windows: Windows | Tiles | None, whole: jax.Array) -> jax.Array:
-    if isinstance(windows, Tiles):
-        return in_tiles(q, k, v, scale, windows.size)
-    everywhere = functools.partial(full_attention, scale=scale, count=count)
-    if windows is None:
-        return everywhere(q, k, v)
-    own = {"windows": windows.numbers, "longest": windows.longest}
-    inside = functools.partial(window_attention, scale=scale, count=count, **own)
-    return jax.lax.cond(whole, everywhere, inside, q, k, v)
 
 
 class Linear(nnx.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from small import logits_of
+from torch_saved import save
 
 import shardlm
 from shardlm import hf_files, peft, peft_folder
@@ -21,6 +22,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.rules import Rules
+from shardlm.serve import alike
 from shardlm.serve.pool_size import page_bytes
 from shardlm.state import ModelDef, is_adapter
 from shardlm.train.convert import to_hf
@@ -45,6 +47,24 @@ def _at_root(monkeypatch):
 
 def run(model, params, tokens):
     return np.asarray(jax.jit(lambda p: logits_of(model, p, tokens))(params))
+
+
+def test_adapters_that_pytorch_saved(tmp_path):
+    """As PEFT wrote them first: adapter_model.bin."""
+    folder = shutil.copytree(HERE / "adapters" / "llama", tmp_path / "llama")
+    stored = hf_files.header(folder / peft_folder.WEIGHTS)
+    digests = [alike.digest(folder)]
+    save(folder / peft_folder.OLDER, {name: one.read(...) for name, one in stored.items()})
+    assert peft_folder.weights_of(folder).name == peft_folder.WEIGHTS  # goes first
+    (folder / peft_folder.WEIGHTS).unlink()
+    ours, theirs = (shardlm.load(path).params for path in (folder, HERE / "adapters" / "llama"))
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+    digests.append(alike.digest(folder))
+    (folder / peft_folder.OLDER).unlink()
+    digests.append(alike.digest(folder))
+    assert len(set(digests)) == 3
+    with pytest.raises(ShardlmError, match=r"neither adapter_model.safetensors nor adapter_model.bin; download one"):
+        shardlm.load(folder)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY)) for name in NAMES])

@@ -270,12 +270,28 @@ def test_the_only_model_of_a_repository_needs_no_name(hub):
     assert pathlib.Path(file).name == "m-Q4_0.gguf"
 
 
-def test_a_repository_of_weights_that_would_run_code(hub):
-    """As the first OPT and GPT-J are published."""
-    hub.names = ["config.json", "pytorch_model.bin", "vocab.json"]
-    with pytest.raises(
-        ShardlmError, match=r"me/model holds no \*.safetensors; pytorch_model.bin would run code .*OTHER"
-    ):
+def test_weights_of_pytorch_are_fetched_where_there_are_no_safetensors(hub, tmp_path):
+    """As the first OPT and BLOOM are published."""
+    hub.names = ["config.json", "pytorch_model.bin", "flax_model.msgpack", "merges.txt", "training_args.bin"]
+    folder = opened.find("me/model")
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "merges.txt", "pytorch_model.bin"]
+    hub.offline = True
+    assert opened.find("me/model") == folder
+    hub.offline = False
+    (folder / "pytorch_model.bin").unlink()
+    hub.names = ["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
+    opened.find("me/model")
+    assert (folder / hub.names[1]).exists() and (folder / hub.names[2]).exists()
+    (folder / hub.names[1]).unlink()
+    hub.names.append("model.safetensors")
+    opened.find("me/model")
+    assert (folder / "model.safetensors").exists() and not (folder / hub.names[1]).exists()
+
+
+def test_a_repository_of_weights_that_may_hold_anything(hub):
+    """As research code is published."""
+    hub.names = ["config.json", "checkpoint.pt", "vocab.json"]
+    with pytest.raises(ShardlmError, match=r"me/model holds no \*.safetensors and .*; checkpoint.pt may hold .*OTHER"):
         opened.find("me/model")
 
 

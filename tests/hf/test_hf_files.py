@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import DTYPES, Folder, Planned, header, write_folder
+from shardlm.hf_files import Folder, Planned, write_folder
+from shardlm.safetensors_files import header
+from shardlm.stored import DTYPES
 
 CONFIG = {"model_type": "llama"}
 
@@ -118,8 +120,11 @@ def config_is_a_folder(path):
         (pointer, "is a Git LFS pointer, not the weights; run `git lfs pull`"),
         (other_dtype, "a has dtype C64; supported: F64"),
         (other_shape, r"a has 24 bytes, and F32\[2, 4\] needs 32"),
-        (lambda path: path.unlink(), r"holds no \*\.safetensors; the weights are those files: download"),
-        (lambda path: path.rename(path.with_name("pytorch_model.bin")), "pytorch_model.bin would run code on loading"),
+        (lambda path: path.unlink(), r"holds no \*\.safetensors and .*; the weights are those files: download"),
+        (
+            lambda path: path.rename(path.with_name("model.pt")),
+            "no pytorch_model.*; model.pt may hold anything: save the weights as",
+        ),
         (lambda path: (path.unlink(), path.mkdir()), "cannot read .*model.safetensors: Is a directory"),
         (longer, r"has \d+ bytes and its tensors end at \d+; download"),
         (lambda path: (path.parent / "config.json").unlink(), "config.json is not there"),

@@ -23,12 +23,6 @@ def test_blocks_are_the_reference(monkeypatch, count):
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_tiles_are_windows():
-    q, k, v = made()
-    expected = op.reference(q, k, v, 0.3, jnp.int32(48), jnp.arange(48) // 12)
-    np.testing.assert_allclose(op.in_tiles(q, k, v, 0.3, 12), expected, atol=1e-6)
-
-
 # Of each window how many patches; the last ones go on into padding.
 WINDOWS = {"even": [8] * 6, "uneven": [5, 8, 1, 7, 8, 8, 3, 6, 2], "long": [8, 8, 40], "one": [8]}
 
@@ -49,6 +43,12 @@ def test_windows_are_the_reference(monkeypatch, sizes, at_once, longest):
     found = run(q, k, v, 0.3, jnp.int32(count), numbers, longest)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[:count], expected, atol=1e-6)
+
+
+def test_tiles_are_windows():
+    q, k, v = made()
+    expected = op.reference(q, k, v, 0.3, jnp.int32(48), jnp.arange(48) // 12)
+    np.testing.assert_allclose(op.in_tiles(q, k, v, 0.3, 12), expected, atol=1e-6)
 
 
 def test_the_reference_is_softmax_over_the_patches_that_there_are():

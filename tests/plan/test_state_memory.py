@@ -9,6 +9,7 @@ import pytest
 
 from shardlm.config import override, resolve
 from shardlm.hardware import GPUS
+from shardlm.layers.lora import LoraConfig
 from shardlm.models.pretrained import Pretrained
 from shardlm.plan.memory import memory, sampling
 from shardlm.plan.sketch import Sketch
@@ -85,12 +86,17 @@ def test_what_rests_is_foreseen_to_the_byte(overrides):
 
 
 def test_what_samples_is_counted():
-    """Twice while new weights come, when a step's temporaries are not there."""
+    """Its weights and pages are there while a step's temporaries are not."""
     config = resolve("configs/tiny.py", [("cpu_devices", "0")]).config
     model = Pretrained("unread", 0, json.dumps(config.model.to_hf()))
     config = override(dataclasses.replace(config, model=model), [("train.baselines", "False"), ("precision", "bf16")])
     grpo = GrpoConfig(("judge.py:it",), max_tokens=8, tensor=2, kv_cache_gib=1)
     sketch = Sketch.of(dataclasses.replace(config, grpo=grpo), GPUS["h100"])
-    assert sampling(sketch, 1e12) == sketch.parameters * 2 / 2 + 2**30
-    assert sampling(sketch, 0) == sketch.parameters * 2 + 2**30
-    assert memory(sketch).kinds["what samples"] >= sampling(sketch, 1e12)
+    rests, held = state(sketch), sketch.parameters * 2 / 2 + 2**30
+    assert [sampling(sketch, rests, there) for there in (0, 2**30, 2 * held)] == [held, held - 2**30, 0]
+    kinds = memory(sketch).kinds
+    assert sum(kinds.values()) == pytest.approx(rests.total + held)  # a step of this model takes less
+    adapters = dataclasses.replace(config, grpo=grpo, lora=LoraConfig(4))
+    sketch = Sketch.of(adapters, GPUS["h100"])
+    rests = state(sketch)
+    assert sampling(sketch, rests, 0) == held + rests.frozen > held

@@ -17,6 +17,7 @@ from shardlm.plan.asked import cluster_of, list_price
 from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
 from shardlm.plan.constraints import FREE, Constraints
+from shardlm.plan.alike import Alike
 from shardlm.plan.cost import Layers
 from shardlm.plan.least import Least
 from shardlm.plan.plan import Plan
@@ -73,10 +74,10 @@ def test_the_fastest_alone_is_the_first_of_the_whole_search(name, train, gpu, nu
 def test_no_way_to_run_on_a_mesh_takes_less_than_the_search_hopes(name, fabric):
     one, cluster = config(name, global_batch=64), cluster_of("h100", None, 64, fabric=fabric)
     meshes = [laid for laid in laid_out(one, cluster, FREE) if laid.mesh.pipeline in (1, 4)]
-    least = Least(cluster, Bound(one.model.transformer()), meshes, FREE, [False])
+    least = Least(Alike(cluster), Bound(one.model.transformer()), meshes, FREE, [False])
     for laid in random.Random(0).sample(meshes, 8):
         floor, seconds = least.floor(laid), least.hope(laid).seconds
-        plans = [plan for plan in _all(laid, cluster, FREE, [False]) if isinstance(plan, Plan) and plan.fits]
+        plans = [plan for plan in _all(laid, Alike(cluster), FREE, [False]) if isinstance(plan, Plan) and plan.fits]
         fastest = min((plan.step_seconds for plan in plans), default=math.inf)
         assert floor <= seconds <= fastest and (not plans or fastest <= 2 * seconds)
 
@@ -95,7 +96,7 @@ def test_what_is_kept_of_a_mesh_bounds_all_with_its_inner_axes(seed):
     meshes = list(laid_out(one, cluster, constraints))
     for laid in meshes:
         alike.setdefault(dataclasses.replace(laid.mesh, data=1, fsdp=1), []).append(laid)
-    least = Least(cluster, bound, meshes, constraints, [False])
+    least = Least(Alike(cluster), bound, meshes, constraints, [False])
     least.may_fit = lambda variants, kept: True
     layers, compared = {}, 0
     for inner in dice.sample([inner for inner in alike if len(alike[inner]) > 2], 4):

@@ -15,7 +15,7 @@ from shardlm.train.config import GrpoConfig, TrainConfig
 def rollouts(seq_len: int) -> Rollouts:
     grpo, train = GrpoConfig(("a:b",), group_size=2, max_tokens=8), TrainConfig(global_batch=2, seq_len=seq_len)
     program = types.SimpleNamespace(config=types.SimpleNamespace(train=train, grpo=grpo))
-    return Rollouts(program, None, (), Order((Prompt("a", (1, 2), {}),), 0))
+    return Rollouts(program, None, Order((Prompt("a", (1, 2), {}),), 0))
 
 
 def test_replies_that_are_left_are_those_that_were_sampled_and_fit_the_rows():

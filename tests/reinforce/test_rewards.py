@@ -64,8 +64,8 @@ def test_what_is_not_there(where, message):
     ("function", "message"),
     [
         (lambda prompts, **_: [1.0], "gave 1 numbers for 2 replies"),
-        (lambda prompts, **_: [1.0, math.nan], "gave nan; a reward is a finite number, or None"),
-        (lambda prompts, **_: [1.0, "good"], "gave 'good'; a reward is a finite number, or None"),
+        (lambda prompts, **_: [1.0, -math.inf], "gave -inf; a reward is a finite number, or None or NaN"),
+        (lambda prompts, **_: [1.0, "good"], "gave 'good'; a reward is a finite number, or None or NaN"),
         (lambda prompts: [1.0, 2.0], "ended with TypeError: .* it is called with prompts, completions, answer, each a"),
     ],
 )
@@ -89,11 +89,20 @@ def test_a_reward_that_changes_the_folder_leaves_the_runs(tmp_path):
     assert os.getcwd() == here
 
 
-def test_rewards_are_summed_and_none_adds_nothing():
-    judged = [np.array([1.0, math.nan, 2.0]), np.array([0.5, 3.0, math.nan])]
-    assert summed(judged, ["a", "b"]).tolist() == [1.5, 3.0, 2.0]
-    with pytest.raises(ShardlmError, match="reply 1 of 3 is judged by none of a: all gave None"):
-        summed(judged[:1], ["a"])
+def test_what_is_not_judged_is_none_or_no_number_as_in_trl():
+    """trl 1.16, GRPOTrainer._calculate_rewards: None becomes NaN, and functions are summed by nansum."""
+    found = Reward("judge", lambda prompts, **_: [None, np.float32("nan")]).judge(["p", "q"], ["a", "b"], {})
+    assert np.isnan(found).all()
+    judged = np.array([[1.0, 0.5], [math.nan, 3.0], [2.0, math.nan], [math.nan, math.nan]])
+    assert summed(judged, ["a", "b"]).tolist()[:3] == [1.5, 3.0, 2.0] and np.isnan(summed(judged, ["a", "b"])[3])
+    with pytest.raises(ShardlmError, match="none of 1 replies is judged by any of a, b: all gave None or NaN"):
+        summed(judged[3:], ["a", "b"])
+
+
+def test_a_reply_that_nobody_judges_is_none_of_its_group():
+    rewards = np.array([[0.0, math.nan, 1.0], [math.nan, 2.0, math.nan], [math.nan] * 3])
+    np.testing.assert_allclose(advantages(rewards, scale=True), [[-1, 0, 1], [0] * 3, [0] * 3], rtol=1e-3)
+    assert advantages(rewards, scale=False)[0].tolist() == [-0.5, 0, 0.5]
 
 
 def test_advantages_are_those_of_the_paper():

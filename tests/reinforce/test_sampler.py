@@ -1,16 +1,25 @@
-"""Adapters in the weights that sample, compiled once."""
+"""Adapters in the weights that sample, compiled once; and which copies a process has."""
 
 import types
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from small import mesh_of
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.merge import added
 from shardlm.mesh import MeshSpec
-from shardlm.reinforce.sampler import Sampler
+from shardlm.reinforce.sampler import Sampler, copies_of
+
+
+def nobody() -> types.SimpleNamespace:
+    """Stands in for an engine."""
+    runner = types.SimpleNamespace(settled=lambda: None, _parts=[], _state=(), _shape_of_empty=tuple, mesh=None)
+    runner.allocate = lambda: None
+    return types.SimpleNamespace(runner=runner, update_weights=lambda _: None, reset_prefix_cache=lambda: True)
 
 
 def test_adapters_are_added_by_one_program_at_every_step():
@@ -19,16 +28,27 @@ def test_adapters_are_added_by_one_program_at_every_step():
     numbers = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     given: list[dict] = []
     model = types.SimpleNamespace(execution=types.SimpleNamespace(lora=LoraConfig(2, alpha=3.0)))
-    sampler = Sampler(types.SimpleNamespace(update_weights=given.append), model)
+    weights = types.SimpleNamespace(placed=lambda params: given.append(params) or {})
+    sampler = Sampler(types.SimpleNamespace(engine=nobody()), model, weights, (1,))
     mesh = mesh_of(MeshSpec())
     before = added._cache_size()
     with jax.set_mesh(mesh):
         here = {name: jax.device_put(a, NamedSharding(mesh, PartitionSpec())) for name, a in numbers.items()}
         base = {"head": {name: here[name] for name in ("wq", "norm")}}
         for _ in range(3):
-            sampler.update({"head": {name: a for name, a in here.items() if "lora" in name}}, base)
+            with sampler.holding({"head": {name: a for name, a in here.items() if "lora" in name}}, base):
+                pass
     assert added._cache_size() == before + 1
     product = np.einsum("dz,znh->dnh", numbers["wq_lora_a"], numbers["wq_lora_b"])
+    assert len(given) == 3
     for params in given:
         np.testing.assert_allclose(params["head"]["wq"], numbers["wq"] + 1.5 * product, rtol=1e-6)
         assert (params["head"]["norm"] == numbers["norm"]).all()
+
+
+def test_a_copy_has_devices_of_one_process():
+    assert copies_of([0] * 8, 2) == (4,) and copies_of([0, 0, 1, 1, 1, 1], 2) == (1, 2)
+    with pytest.raises(ShardlmError, match=r"grpo\.tensor=3 does not divide 8 devices; choose from 1, 2, 4, 8"):
+        copies_of([0] * 8, 3)
+    with pytest.raises(ShardlmError, match=r"=4 does not divide the 2 devices of a process, in .*; choose from 1, 2$"):
+        copies_of([0, 0, 1, 1], 4)

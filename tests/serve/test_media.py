@@ -17,7 +17,7 @@ from shardlm.serve.media import MediaRules, file_at, file_here
 from shardlm.vision.read import BadImage
 
 DATA = b"an image" * 100
-NONE, HERE = MediaRules(), MediaRules(("127.0.0.1", "localhost"), media_seconds=5)
+NONE, HERE = MediaRules(), MediaRules(("127.0.0.1", "LocalHost"), media_seconds=5)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -210,3 +210,10 @@ def test_files_have_a_size(tmp_path, monkeypatch):
 def test_rules_that_cannot_be(rules, words):
     with pytest.raises(ShardlmError, match=words):
         MediaRules(**rules)
+
+
+def test_rules_as_users_write_them(tmp_path):
+    assert MediaRules.of(None, None) == MediaRules.of([], "") == MediaRules()
+    assert MediaRules.of(["a.b"], tmp_path) == MediaRules(("a.b",), str(tmp_path))
+    with pytest.raises(ShardlmError, match=r"allowed_media_domains='a.b' is a text; give a list of hosts, \['a.b'\]"):
+        MediaRules.of("a.b", "")

@@ -64,6 +64,7 @@ class Serving(RuleBasedStateMachine):
         tail=st.integers(0, 3),
         bundles=st.sampled_from((None, None, 1, 2, 5)),
         whole=st.booleans(),
+        places=st.sampled_from((10, 13, MAX_MODEL_LEN)),  # two images of 7 and 3 at least
     )
     def start(
         self,
@@ -81,6 +82,7 @@ class Serving(RuleBasedStateMachine):
         tail,
         bundles,
         whole,
+        places,
     ):
         """`snapshots`: None for a model that remembers by pages alone, as those do that have entries."""
         windows, strides = zip(*groups, strict=True)
@@ -89,7 +91,7 @@ class Serving(RuleBasedStateMachine):
         drafts, caching = 0 if memories else drafts, caching and snapshots != 0
         tokens = max_rows * (1 + drafts) + budget
         cuts = Cuts() if least is None else Cuts(tuple(sorted({min(n, tokens) for n in (2, 4, 8, 16, 32)})), least)
-        images = MAX_MODEL_LEN, whole and budget >= max(map(len, IMAGES))
+        images = places, whole and budget >= max(map(len, IMAGES))
         config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts, memories, *images)
         step = config.longest_step
         least = PageLayout(0, windows, (), strides=strides).pages_of(MAX_MODEL_LEN, page_size, step)

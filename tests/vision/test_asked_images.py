@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 import test_served_images as served_images
 from PIL import Image
+from seeing import noise
 from served import asked, replies
 from test_served_images import ASKS, FIRST, IMG, SECOND
 
 from shardlm import LLM, SamplingParams
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
+from shardlm.serve import batch_images
+from shardlm.serve import llm as served_llm
 from shardlm.serve.api.app import make_app
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.beam_search import BeamSearchParams
+from shardlm.serve.images import size_of
 from shardlm.serve.request import PromptTooLong
 
 family = served_images.family
@@ -97,7 +101,10 @@ def test_chat(llm, expected, family):
         {"role": "user", "content": [text("t20"), parts[0][0]]},
         {"role": "user", "content": [text("t21"), parts[0][1]]},
     ]
-    assert said(llm.chat(spread, GREEDY)) == expected
+    assert said(llm.chat(spread, GREEDY, chat_template_content_format="openai")) == expected
+    named = [{"role": "user", "content": [text("t20"), parts[0][0], text("[IMG]")]}]
+    with pytest.raises(ShardlmError, match="has places for 2 images and comes with 1"):  # a tokenizer of whole words
+        llm.chat(named, GREEDY)
     for wrong, words in (
         (
             {"type": "image_url", "image_url": {"url": address}},
@@ -185,3 +192,28 @@ def test_vectors_and_scores_of_prompts_with_images(llm):
     assert np.abs(np.array(first) - second).max() > 1e-3
     scores = llm.score(prompts[:1])[0]
     assert len(scores) == len(llm.generate(prompts[0], GREEDY)[0].prompt_token_ids) - 1
+
+
+def test_more_images_than_memory_has_room_for(llm, monkeypatch):
+    """Their prompts are prepared again when their turn comes, a few at a time, and replies are the same."""
+    prompts = [{"prompt": "t1 [IMG] t3", "multi_modal_data": {"image": noise(40, 64, seed)}} for seed in range(8)]
+    expected = said(llm.generate(prompts, GREEDY))
+    own, waiting = llm.engine, []
+    size = size_of(own.sight.prepare(noise(40, 64)))
+    monkeypatch.setattr(batch_images, "HELD", 3 * size)
+    monkeypatch.setattr(batch_images, "THREADS", 2)
+    monkeypatch.setattr(served_llm, "WAITING", 1)
+    monkeypatch.setattr(llm._images, "_kept", 0)
+
+    def add(id, *args, **options):
+        waiting.append((own.stats().num_waiting, len(own._groups)))
+        return type(own).add(own, id, *args, **options)
+
+    monkeypatch.setattr(own, "add", add)
+    assert said(llm.generate(prompts, GREEDY)) == expected
+    assert [groups for _, groups in waiting[:3]] == [0, 1, 2] and max(number for number, _ in waiting[3:]) == 0
+    broken = [*prompts[:-1], {"prompt": "[IMG]", "multi_modal_data": {"image": b"GIF8"}}]
+    waiting.clear()
+    with pytest.raises(ShardlmError, match=r"image 1 of 1: .*none of PNG"):
+        llm.generate(broken, GREEDY)
+    assert not waiting

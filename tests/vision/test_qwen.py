@@ -7,69 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from seeing import Eyes, close, noise, written
+from qwen_checkpoints import FAMILIES, IMAGE, MROPE, TEXT, folder_of, inputs
+from seeing import Eyes, close, noise
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.registry import sight_of
 
-IMAGE = 90
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-MROPE = {"rope_theta": 10_000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
-OF_ALL = {"depth": 4, "num_heads": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-OF_3 = OF_ALL | {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 32, "num_position_embeddings": 36}
-LINEAR = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# model_type -> (class of its configuration, options of the text beside TEXT, vision_config)
-FAMILIES = {
-    "qwen2_vl": ("Qwen2VL", {}, OF_ALL | {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 32}),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        {},
-        OF_ALL
-        | {"hidden_size": 48, "intermediate_size": 56, "out_hidden_size": 32, "window_size": 16}
-        | {"fullatt_block_indexes": [1, 3]},
-    ),
-    "qwen3_vl": ("Qwen3VL", {"head_dim": 8}, OF_3 | {"deepstack_visual_indexes": [0, 2]}),
-    "qwen3_vl_moe": ("Qwen3VLMoe", {"head_dim": 8, **EXPERTS}, OF_3 | {"deepstack_visual_indexes": [1]}),
-    "qwen3_5": ("Qwen3_5", {"head_dim": 8, **LINEAR}, OF_3),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        {"head_dim": 8, "shared_expert_intermediate_size": 16, **LINEAR, **EXPERTS},
-        OF_3,
-    ),
-}
-PREPARATION = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 4096}
 SIZES = [(40, 40), (24, 72), (64, 64), (90, 21)]
-
-
-def folder_of(kind: str, path: pathlib.Path):
-    """Writes a small random checkpoint; returns (path, transformers' model)."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    name, own, vision = FAMILIES[kind]
-    ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
-    text = {**TEXT, **own, "rope_parameters": dict(MROPE)}
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=dict(vision), **ids)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and scales too
-    return written(model, path, {}, preprocessor_config=PREPARATION), model
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -78,15 +24,13 @@ def made(request, tmp_path_factory):
     return folder_of(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def _theirs(model, path: pathlib.Path, pixels: np.ndarray) -> np.ndarray:
+def _theirs(model, pixels: np.ndarray) -> np.ndarray:
     """[vectors, (1 + deep) * D]."""
     import torch
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    images = Qwen2VLImageProcessorPil.from_pretrained(path)
-    found = images(pixels, input_data_format="channels_last", return_tensors="pt")
+    found = inputs([pixels], [IMAGE])
     with torch.no_grad():
-        made = model.model.get_image_features(**found)
+        made = model.model.get_image_features(found["pixel_values"], found["image_grid_thw"])
     deep = [each[0] for each in getattr(made, "deepstack_features", None) or []]
     return torch.cat([made.pooler_output[0], *deep], -1).numpy()
 
@@ -96,7 +40,7 @@ def test_vectors(made):
     path, model = made
     eyes = Eyes(path)
     for size in SIZES:
-        picture, expected = eyes.sight.prepare(noise(*size)), _theirs(model, path, noise(*size))
+        picture, expected = eyes.sight.prepare(noise(*size)), _theirs(model, noise(*size))
         assert expected.shape == (picture.vectors, 32 * (1 + eyes.sight.deep))
         for patches in {picture.patches, 256}:
             close(eyes.vectors(picture, patches), expected, 2e-5)
@@ -105,7 +49,7 @@ def test_vectors(made):
 def test_vectors_on_a_mesh(made):
     path, model = made
     eyes = Eyes(path, MeshSpec(tensor=2))
-    close(eyes.vectors(eyes.sight.prepare(noise(24, 72))), _theirs(model, path, noise(24, 72)), 2e-5)
+    close(eyes.vectors(eyes.sight.prepare(noise(24, 72))), _theirs(model, noise(24, 72)), 2e-5)
 
 
 def test_sight(made):

@@ -26,7 +26,7 @@ async def prompt(
         raise ApiError("messages is empty; give at least one, such as one from the user", param="messages")
     if llm.images and not sees and any(map(has_images, messages)):
         raise ApiError("messages has images, which are read in chats alone; leave them out here", param="messages")
-    form["token"] = llm.images.token if llm.images and sees else ""
+    form["token"] = token_of(llm) if sees else ""
     try:
         # Long conversations take a while: the event loop stays free for the streams.
         return await asyncio.to_thread(rendered, llm.template, messages, tools, **form)
@@ -34,6 +34,11 @@ async def prompt(
         raise ApiError(str(error), param=error.param) from None
     except ShardlmError as error:
         raise ApiError(str(error), param="messages") from None
+
+
+def token_of(llm) -> str:
+    """What stands for an image in its prompts; "": it does not see."""
+    return llm.images.token if llm.images else ""
 
 
 async def tokens(service: Service, text: str, encode: Callable[[str], list[int]], truncates: bool) -> list[int]:

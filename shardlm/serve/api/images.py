@@ -27,14 +27,17 @@ async def pictures_of(call: Call, messages: Sequence[Message]) -> list[Picture]:
     llm, found, tokens = call.service.llm, [], 0
     llm.images.check_count(len(sent))
     for start in range(0, len(sent), AT_ONCE):
-        found += await _together(call, llm.images, sent[start : start + AT_ONCE])
+        found += await _together(call, llm.images, sent[start : start + AT_ONCE], start + 1, len(sent))
         tokens += sum(map(llm.images.tokens, found[start:]))
         check_tokens(tokens, len(found), llm.max_model_len)
     return found
 
 
-async def _together(call: Call, images: Images, sent: Sequence[Sent]) -> list[Picture]:
-    tasks = [asyncio.ensure_future(_picture(call, images, one)) for one in sent]
+async def _together(call: Call, images: Images, sent: Sequence[Sent], first: int, total: int) -> list[Picture]:
+    tasks = [
+        asyncio.ensure_future(_picture(call, images, one, f"image {number} of {total}"))
+        for number, one in enumerate(sent, first)
+    ]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -42,7 +45,7 @@ async def _together(call: Call, images: Images, sent: Sequence[Sent]) -> list[Pi
             task.cancel()
 
 
-async def _picture(call: Call, images: Images, sent: Sent) -> Picture:
+async def _picture(call: Call, images: Images, sent: Sent, name: str) -> Picture:
     try:
         if not isinstance(sent.value, str):
             raise BadMessage(f"an image is a {type(sent.value).__name__}; it is an address", sent.param)
@@ -50,4 +53,5 @@ async def _picture(call: Call, images: Images, sent: Sent) -> Picture:
         image = sent.value if inside else await file_at(sent.value, call.service.settings.media)
         return await asyncio.get_running_loop().run_in_executor(images.threads, images.prepared, image)
     except ShardlmError as error:
-        raise ApiError(f"{sent.param}: {error}", param=sent.param) from None
+        # By its number, as in other interfaces than a chat's it stood elsewhere in the request.
+        raise ApiError(f"{name}: {error}", param="messages") from None

@@ -6,7 +6,7 @@ from typing import Any
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import EXTRAS, ChatRequest, ResponsesRequest
 from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
-from shardlm.serve.image_parts import is_image
+from shardlm.serve.image_parts import is_image, sent
 from shardlm.serve.messages import BadMessage, plain_text, read_arguments
 
 LOGPROBS = "message.output_text.logprobs"
@@ -97,12 +97,17 @@ def _namespace(item: Mapping[str, Any], param: str) -> str | None:
 
 
 def _check_content(content: Any, param: str, sees: bool) -> None:
-    if sees and isinstance(content, list):
-        content = [_NO_WORDS if is_image(part) else part for part in content]
     try:
+        if sees and isinstance(content, list):
+            content = [_words(part, f"{param}[{i}]") for i, part in enumerate(content)]
         plain_text(content, param)
     except BadMessage as error:
         raise ApiError(str(error), param=error.param) from None
+
+
+def _words(part: Any, param: str) -> Any:
+    """The part, or for an image that is one nothing said. Raises BadMessage."""
+    return _NO_WORDS if is_image(part) and sent(part, param) else part
 
 
 def _check_call(function: Mapping[str, Any], param: str) -> None:

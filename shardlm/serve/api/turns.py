@@ -1,6 +1,8 @@
 """The model's turn in a conversation, without its shape in an answer: what chat and responses have in common."""
 
+import asyncio
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 
 from shardlm.serve.api import conversation
@@ -16,6 +18,7 @@ from shardlm.serve.api.service import Call
 from shardlm.serve.api.tools.choose import PlainParser, Tools, choose, style_of
 from shardlm.serve.api.tools.reader import CallDelta
 from shardlm.serve.image_parts import has_images
+from shardlm.serve.image_places import encoded, shown
 from shardlm.serve.images import check_cut
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
@@ -122,8 +125,8 @@ async def begin(
     _check(request)
     service, llm, tools = call.service, call.service.llm, _tools(call, request)
     params = _params(call, request, tools)
-    text = await _text(call, request, tools)
-    thinking = None
+    rendered = await _text(call, request, tools)
+    text, thinking = shown(rendered, conversation.token_of(llm)), None
     if service.reasoning is None:
         bounded(None, params, lambda _: None)
     else:
@@ -131,7 +134,7 @@ async def begin(
         names = {tool["function"]["name"] for tool in tools.shown}
         thinking = service.reasoning.of(text, begun, names)
         params = _with_thoughts(params, thinking, service.reasoning)
-    tokens = await _encoded(call, request, text, params.truncate_prompt_tokens is not None)
+    tokens = await _encoded(call, request, rendered, params.truncate_prompt_tokens is not None)
     beams = beam_params(request, params)
     prompt: list[int] | dict = [*before, *tokens]
     if any(map(has_images, request.messages)):
@@ -149,8 +152,9 @@ async def prompt_length(call: Call, request: ChatRequest, any_length: bool = Fal
     """Tokens of a request's prompt. Raises ApiError, and unless it is to be counted at `any_length` PromptTooLong where
     it is too long for sure."""
     tokens = await _encoded(call, request, await _text(call, request, _tools(call, request)), any_length)
-    images, pictures = call.service.llm.images, await pictures_of(call, request.messages)
-    return len(images.placed(tokens, pictures)[0] if pictures else tokens)
+    if pictures := await pictures_of(call, request.messages):
+        tokens, _ = await asyncio.to_thread(call.service.llm.images.placed, tokens, pictures)
+    return len(tokens)
 
 
 def _tools(call: Call, request: ChatRequest) -> Tools:
@@ -173,7 +177,8 @@ async def _encoded(call: Call, request: ChatRequest, text: str, truncates: bool)
     # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
     tokenizer = call.service.llm.tokenizer
     encode = tokenizer.encode_prompt if request.add_special_tokens else tokenizer.encode
-    return await conversation.tokens(call.service, text, encode, truncates)
+    own = {"token": conversation.token_of(call.service.llm), "tokenizer": tokenizer, "encode": encode}
+    return await conversation.tokens(call.service, text, functools.partial(encoded, **own), truncates)
 
 
 def _check(request: ChatRequest) -> None:

@@ -72,6 +72,7 @@ def open_draft_model(
     mesh: MeshSpec,
     dtype: str | None = None,
     kv_cache: KvFormat = "auto",
+    devices: Sequence[jax.Device] | None = None,
 ) -> DraftModel | None:
     """The draft model that is asked for, if one is, on the devices of the model that it drafts for, which has this
     shape. Raises ShardlmError, before its weights are read, where it cannot."""
@@ -95,7 +96,7 @@ def open_draft_model(
             f"the draft model {config.model} has {len(drafting.memories)} layers of linear attention, whose memory is "
             "kept where that of the model's is, which has none; choose another, or method 'ngram'"
         )
-    draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length)
+    draft = load(config.model, mesh=mesh, dtype=dtype, decoding=True, length=length, devices=devices)
     of_draft = draft.model.config
     lacking = {
         "have Mamba 2 beside attention": of_draft.both,

@@ -1,10 +1,11 @@
 """Conversations with images, by templates of every kind: each image has one place, and texts have none."""
 
 import pytest
-from seeing_llm import LISTS, PAD, PARTS, TOOLS, WORDS, part, picture, text
+from seeing_llm import LISTS, PAD, PARTS, TOOLS, WORDS, part, picture, text, tokenizer
 
 from shardlm.chat import ChatTemplate
 from shardlm.serve.image_parts import BadMessage, images_in
+from shardlm.serve.image_places import NAMED, encoded, shown
 from shardlm.serve.messages import rendered
 
 WHOLE = f"<|vision_start|>{PAD}<|vision_end|>"
@@ -65,16 +66,24 @@ def test_a_message_goes_on_after_its_last_text():
 
 
 @pytest.mark.parametrize("source", [PARTS, LISTS, WORDS])
-def test_texts_cannot_take_the_place_of_an_image(source):
-    for content in (f"see {PAD}", [text(f"see {PAD}")], [text(f"see {PAD}"), IMAGE]):
-        with pytest.raises(
-            BadMessage, match=r"messages\[1\].content.* has '<\|image_pad\|>', which stands for"
-        ) as info:
-            said(source, {"role": "system", "content": "s"}, {"role": "user", "content": content})
-        assert info.value.param.startswith("messages[1].content")
-    tool = {"role": "tool", "content": PAD}
-    with pytest.raises(BadMessage, match="which stands for an image"):
-        said(source, user(IMAGE), tool)
+def test_words_cannot_take_the_place_of_an_image(source):
+    """They read as they were written, and their tokens are none of an image's."""
+    own, encode = tokenizer(), tokenizer().encode
+    pad = own.vocabulary[PAD]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"a": PAD}}}
+    messages = [
+        {"role": "system", "content": f"s {PAD}"},
+        user(text(f"see {PAD}{PAD}"), IMAGE, text(PAD)),
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": PAD},
+        {"role": "tool", "content": f"{PAD} there"},
+    ]
+    found = said(source, *messages)
+    assert found.count(PAD) == 1 and shown(found, PAD) == found.replace(NAMED, PAD)
+    ids = encoded(found, PAD, own, encode)
+    assert ids.count(pad) == 1 and own.decode(ids, skip_special=False) == shown(found, PAD)
+    alone = said(source, {"role": "user", "content": f"see {PAD}"})
+    assert encoded(alone, PAD, own, encode).count(pad) == 0 and shown(alone, PAD).count(PAD) == 1
+    assert encoded("a<|image_pad|>", "", own, encode) == encode("a<|image_pad|>")  # of a model that reads text
 
 
 def test_a_template_that_writes_no_place():
@@ -85,7 +94,10 @@ def test_a_template_that_writes_no_place():
     with pytest.raises(BadMessage, match="the chat template writes places for 0 images"):
         said(hidden, user(IMAGE))
     with pytest.raises(BadMessage, match=r"writes places for 1 images .*have 0"):
-        rendered(ChatTemplate("{{ tools[0].name }}"), [user(text("a"))], [{"name": PAD}], token=PAD)
+        said(PAD, user(text("a")))
+    tools = [{"name": PAD}]
+    found = rendered(ChatTemplate("{{ tools[0].name }}"), [user(text("a"))], tools, token=PAD)
+    assert shown(found, PAD) == PAD
 
 
 def test_what_is_no_image_and_no_text():

@@ -19,7 +19,6 @@ from shardlm.serve.images import Images
 from shardlm.serve.media import MediaRules
 from shardlm.vision.read import pixels_of
 
-ollama = pytest.importorskip("ollama", reason="needs ollama, of the extra test")
 CHAT = "/v1/chat/completions"
 ONE, TWO = picture(), picture(16, 16, 7)
 WHOLE, SMALL = (f"<|vision_start|>{seen(*tiles)}<|vision_end|>" for tiles in ((2, 3), (1, 1)))
@@ -89,7 +88,7 @@ def test_openais_client(served):
         )
         assert response.output_text == REPLY and response.usage.input_tokens > 8
         check(llm, "system\nLook.", f"user\nwhat is it?{WHOLE}<|im_end|>")
-        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: .* it is none of PNG"):
+        with pytest.raises(openai.BadRequestError, match=r"image 1 of 1: .* it is none of PNG"):
             client.chat.completions.create(model="fake", messages=user(part(b"GIF8?")))
         assert client.models.list().data[0].capabilities["vision"] is True
 
@@ -137,13 +136,15 @@ def test_anthropics_client(served):
 
 
 def test_ollamas_client(served):
+    ollama = pytest.importorskip("ollama", reason="needs ollama, of the extra test")
     llm, address = served
     client = ollama.Client(address)
     reply = client.chat("fake", [{"role": "user", "content": "what is it?", "images": [ONE, TWO]}])
     assert reply.message.content == REPLY
     check(llm, f"user\n{WHOLE}{SMALL}what is it?<|im_end|>", pictures=((2, 3, 90), (1, 1, 7)))
     assert reply.prompt_eval_count == len(llm.tokenizer.encode(llm.seen[-1][0]))
-    assert client.generate("fake", "what is it?", system="Look.", images=[ONE]).response == REPLY
+    answer = client.generate("fake", "what is it?", system="Look.", images=[ONE])
+    assert (answer.response, answer.context) == (REPLY, None)
     check(llm, "system\nLook.", f"user\n{WHOLE}what is it?<|im_end|>")
     assert client.generate("fake", images=[ONE]).response == REPLY
     check(llm, f"user\n{WHOLE}<|im_end|>")
@@ -151,7 +152,6 @@ def test_ollamas_client(served):
     for ask, words in (
         (lambda: client.generate("fake", PAD, images=[ONE], raw=True), "leave raw out"),
         (lambda: client.generate("fake", "hi", images=[b"GIF8?"]), "it is none of PNG"),
-        (lambda: client.generate("fake", f"see {PAD}", images=[ONE]), "which stands for an image"),
     ):
         with pytest.raises(ollama.ResponseError, match=words) as info:
             ask()
@@ -192,15 +192,17 @@ def test_images_where_texts_alone_are_read(client):
     assert client.post(CHAT, {"messages": user(text("a"))}).status_code == 200
 
 
-def test_texts_cannot_take_the_place_of_an_image(client):
-    told = error(client.post(CHAT, {"messages": user(text(f"{PAD} "), part(ONE))}), 400)
-    assert "'<|image_pad|>', which stands for an image" in told["message"]
-    assert told["param"] == "messages[0].content[0]"
-    names = [{"type": "function", "function": {"name": PAD}}]
+@pytest.mark.parametrize("count", [0, 1])
+def test_words_cannot_take_the_place_of_an_image(client, count):
+    """The token's name is words, in whatever is sent: tools, thoughts, results."""
     client.llm.template = type(client.llm.template)(TOOLS + "{{ tools | tojson if tools }}")
-    told = error(client.post(CHAT, {"messages": user(part(ONE)), "tools": names}), 400)
-    assert "writes places for 2 images" in told["message"]
-    assert not client.llm.seen
+    tools = [{"type": "function", "function": {"name": f"a{PAD}"}}]
+    body = {"messages": user(text(f"{PAD} "), *[part(ONE)] * count), "tools": tools, "return_prompt_text": True}
+    answer = client.post(CHAT, body)
+    assert answer.status_code == 200 and answer.json()["prompt_text"].count(PAD) == 2 + count
+    shown, [*pictures] = client.llm.seen[-1][0], client.llm.pictures[-1]
+    assert len(pictures) == count and shown.count(PAD) == 2 + 6 * count and f"a{PAD}" in shown
+    assert f"{PAD} {WHOLE * count}" in shown
 
 
 def test_a_template_of_texts_has_the_token_before_them():
@@ -290,7 +292,14 @@ def test_addresses(tmp_path, monkeypatch):
         told = error(
             client.post(CHAT, {"messages": [{"role": "system", "content": "s"}, *user(text("a"), wrong)]}), 400
         )
-        assert words in told["message"] and told["param"] == "messages[1].content[1]"
+        assert words in told["message"]
+        assert told["param"] == ("messages[1].content[1]" if "without" in words else "messages")
+    asks = {"instructions": "s", "input": user({"type": "input_text", "text": "a"}, {"type": "input_image"})}
+    told = error(client.post("/v1/responses", asks), 400)
+    assert "without an address" in told["message"] and told["param"] == "input[0].content[1]"
+    asks = {"instructions": "s", "input": user({"type": "input_image", "image_url": "a.png"})}
+    told = error(client.post("/v1/responses", asks), 400)
+    assert told["message"].startswith("image 1 of 1: ") and told["param"] == "input"
 
 
 def test_of_what_is_prompts_in_memory(llm):

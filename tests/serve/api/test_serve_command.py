@@ -11,9 +11,13 @@ import sys
 import urllib.request
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
-from launch import serve
+from launch import engine_flags, serve
+from shardlm.errors import ShardlmError
 from shardlm.serve.api.server import CONNECTIONS
+from shardlm.serve.media import MediaRules
 
 HERE = pathlib.Path(__file__).parent
 LAUNCHER = """
@@ -73,6 +77,24 @@ def test_from_the_command_line_to_sigterm(launched):
 def test_a_command_line_that_cannot_be(launched):
     process = launched("--certificate=nowhere.pem")
     assert process.wait(60) == 1 and "error: https needs both files" in process.stderr.read()
+
+
+def test_where_images_come_from_and_how_many():
+    words = ["x", "--allowed_media_domains=a.example,b.example", f"--allowed_local_media_path={HERE}"]
+    with flagsaver.flagsaver():
+        flags.FLAGS(words)
+        assert serve.settings().media == MediaRules(("a.example", "b.example"), str(HERE))
+        assert engine_flags.engine_options()["limit_mm_per_prompt"] is None
+        for given in ("image=3", '{"image": 3}'):
+            flags.FLAGS(["x", f"--limit_mm_per_prompt={given}"])
+            assert engine_flags.engine_options()["limit_mm_per_prompt"] == {"image": 3}
+        for given in ("cats", "image=many"):
+            flags.FLAGS(["x", f"--limit_mm_per_prompt={given}"])
+            with pytest.raises(ShardlmError, match=f"--limit_mm_per_prompt={given}: give .* or image=N"):
+                engine_flags.engine_options()
+        flags.FLAGS(["x", "--allowed_local_media_path=/no/such"])
+        with pytest.raises(ShardlmError, match="allowed_local_media_path=/no/such is no folder"):
+            serve.settings()
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_opened():

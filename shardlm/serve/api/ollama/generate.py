@@ -38,7 +38,8 @@ async def generate(call: Call, request: OllamaGenerateRequest) -> Json | Events:
         asked, replies = await ask(call, request, top, wishes)
     except (ApiError, ShardlmError) as error:
         raise options.in_own_words(error) from None
-    reply = Reply(call, request.model, asked, as_response, top, keeps=not request.raw)
+    # With images its tokens would stand for some that the next request does not have.
+    reply = Reply(call, request.model, asked, as_response, top, keeps=not request.raw and not images)
     return await reply.answer(replies, request.stream is not False)
 
 

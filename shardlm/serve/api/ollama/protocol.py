@@ -48,10 +48,10 @@ class OllamaGenerateRequest(Written, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     context: list[int] | None = None
+    images: list[Any] | None = None  # files in base64
     # Refused: an answer without them is not what was asked for.
     suffix: str | None = None
     template: str | None = None
-    images: list[Any] | None = None
 
 
 class OllamaEmbedRequest(Named, kw_only=True):

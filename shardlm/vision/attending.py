@@ -1,0 +1,40 @@
+"""What the patches of an image attend to in a layer of an encoder."""
+
+import dataclasses
+import functools
+
+import jax
+
+from shardlm.ops.full_attention import full_attention, in_tiles
+from shardlm.ops.window_attention import window_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """numbers int32 [P], ascending, of the window that each patch is in, of which none has more than `longest`."""
+
+    numbers: jax.Array
+    longest: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Attending:
+    """To all of the first `count` int32 patches; or inside of `windows`, but in a layer that is `whole` (bool); or
+    inside of tiles of so many rows, whatever the count. `implementation` as Execution.attention has it."""
+
+    count: jax.Array
+    implementation: str
+    windows: Windows | None = None
+    whole: jax.Array | None = None
+    tile: int = 0
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        """q [P, N, H], k and v [P, K, H]; returns [P, N, H]. Rows of padding get any finite numbers."""
+        if self.tile:
+            return in_tiles(q, k, v, scale, self.tile, self.implementation)
+        options = {"scale": scale, "count": self.count}
+        everywhere = functools.partial(full_attention, **options, implementation=self.implementation)
+        if self.windows is None:
+            return everywhere(q, k, v)
+        own = {"windows": self.windows.numbers, "longest": self.windows.longest}
+        return jax.lax.cond(self.whole, everywhere, functools.partial(window_attention, **options, **own), q, k, v)

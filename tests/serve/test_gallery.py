@@ -1,0 +1,51 @@
+"""Places of images, as a scheduler gives them."""
+
+import numpy as np
+from fake_device import EOS, FakeDevice
+
+from shardlm.serve.page_table import PageTable
+from shardlm.serve.request import Request
+from shardlm.serve.sampling_params import SamplingParams
+from shardlm.serve.scheduler import Scheduler, SchedulerConfig
+from shardlm.vision.picture import Picture, Placed
+
+
+def asked(id: str, *images: str) -> Request:
+    """A prompt of images with a token between, each of as many tokens as its name has letters."""
+    prompt, placed = [1], []
+    for image in images:
+        takes = len(prompt) + np.arange(len(image), dtype=np.int32)
+        picture = Picture({}, (1, len(image)), image.encode())
+        placed.append(Placed(picture, len(prompt), len(prompt) + len(image), takes))
+        prompt += [5] * len(image) + [2]
+    return Request(id, prompt, SamplingParams(max_tokens=2), (EOS,), pictures=placed)
+
+
+def served(*requests: Request, places: int, budget: int = 64) -> list[tuple[str, ...]]:
+    """Of each batch the images that are read before it; the device looks that tokens find theirs."""
+    pages = PageTable(64, 2)
+    scheduler = Scheduler(SchedulerConfig(8, 8 + budget, 40, (1,), image_places=places), pages)
+    device = FakeDevice(pages, 8)
+    for request in requests:
+        scheduler.add(request)
+    found = []
+    while scheduler.has_unfinished:
+        while scheduler.num_in_flight < 2 and (batch := scheduler.schedule()):
+            found.append(tuple(look.picture.digest.decode() for look in batch.looks))
+            device.dispatch(batch, [request.id for request in scheduler._running if request.fresh])
+        scheduler.land(*device.run())
+        scheduler._holdings.gallery.check_invariants()
+    assert not scheduler._holdings.gallery._held
+    return found
+
+
+def test_an_image_is_read_once():
+    looks = served(asked("0", "aaa", "aaa"), asked("1", "bb", "aaa"), places=10)
+    assert sorted(looks[0]) == ["aaa", "bb"] and not any(looks[1:])
+
+
+def test_who_reads_in_this_batch_keeps_its_places():
+    """The second prompt wants the places of the first, whose last chunk is in the batch that is made."""
+    looks = served(asked("0", "aaaaaa"), asked("1", "bbbb", "cc"), places=7)
+    assert looks[0] == ("aaaaaa",)
+    assert [image for own in looks[1:] for image in own] == ["bbbb", "cc"]

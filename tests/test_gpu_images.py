@@ -1,0 +1,58 @@
+"""Encoders of images compiled for NVIDIA GPUs without one, at the sizes that are published: they attend by cuDNN, and
+XLA has kernels for what else they do. Every figure is read from the program (compiled)."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_programs import MARKS
+from jax.sharding import NamedSharding
+
+from shardlm.mesh import MeshSpec
+from shardlm.ops.cudnn_heads import traced_for
+from shardlm.topology import topology
+from shardlm.vision.encoder import Encoder
+from shardlm.vision.registry import sight_of
+
+pytestmark = MARKS
+
+QWEN3 = {"hidden_size": 1024, "depth": 24, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+# vision_config of each `model_type` where it is not what transformers has by itself, and patches.
+FAMILIES = {
+    "qwen2_vl": ({}, 4096),
+    "qwen2_5_vl": ({"hidden_size": 1280}, 4096),
+    "qwen3_vl": (QWEN3, 4096),
+    "qwen3_5": ({}, 4096),  # heads of 72
+    "mistral3": ({}, 4096),
+    "gemma3": ({"image_size": 896, "patch_size": 14, "hidden_size": 1152, "intermediate_size": 4304}, 4096),
+    "gemma4": ({}, 2520),
+    "kimi_k25": ({}, 4096),
+    "llama4": ({}, 4096),
+}
+TOKENS = ["[IMG_BREAK]", "[IMG_END]", "\n\n", "\n\n\n", "\n\n\n\n"]
+TOKENS += [f"<|{name}|>" for name in ("image_start", "image", "image_end", "tile_x_separator", "tile_y_separator")]
+
+
+def compiled(kind: str, gpu: str, folder):
+    vision, patches = FAMILIES[kind]
+    added = [{"content": content, "id": id} for id, content in enumerate(TOKENS)]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    usual = {"num_hidden_layers": 27, "num_attention_heads": 16} if kind == "gemma3" else {}
+    options = {"model_type": kind, "vision_config": usual | vision, "text_config": {"hidden_size": 2560}}
+    sight = sight_of(folder, options)
+    mesh = MeshSpec().build(topology(gpu, 1, 1))
+    encoder = Encoder.make(sight.encoder, jnp.bfloat16, mesh)
+    patches = next(size for size in sight.sizes if size >= patches or size == sight.sizes[-1])
+    whole = NamedSharding(mesh, jax.P())
+    here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    with jax.set_mesh(mesh), traced_for(mesh.devices.flat[0]):
+        return jax.jit(encoder).lower(encoder.shapes, jax.tree.map(here, encoder.inputs(patches)), count).compile()
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_attends_by_cudnn(kind, gpu, tmp_path):
+    text = compiled(kind, gpu, tmp_path).as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1

@@ -1,0 +1,81 @@
+"""Small random checkpoints of Qwen's families that see, and what transformers is given of images."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from seeing import written
+from served import drawn, with_tokenizer
+
+IMAGE = 90
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MROPE = {"rope_theta": 10_000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
+OF_ALL = {"depth": 4, "num_heads": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+OF_3 = OF_ALL | {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 32, "num_position_embeddings": 36}
+LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# model_type -> (class of its configuration, options of the text beside TEXT, vision_config)
+FAMILIES = {
+    "qwen2_vl": ("Qwen2VL", {}, OF_ALL | {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 32}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {},
+        OF_ALL
+        | {"hidden_size": 48, "intermediate_size": 56, "out_hidden_size": 32, "window_size": 16}
+        | {"fullatt_block_indexes": [1, 3]},
+    ),
+    "qwen3_vl": ("Qwen3VL", {"head_dim": 8}, OF_3 | {"deepstack_visual_indexes": [0, 2]}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {"head_dim": 8, **EXPERTS}, OF_3 | {"deepstack_visual_indexes": [1]}),
+    "qwen3_5": ("Qwen3_5", {"head_dim": 8, **LINEAR}, OF_3),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"head_dim": 8, "shared_expert_intermediate_size": 16, **LINEAR, **EXPERTS},
+        OF_3,
+    ),
+}
+PREPARATION = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 4096}
+
+
+def folder_of(kind: str, path: pathlib.Path):
+    """Writes one; returns (path, transformers' model)."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    name, own, vision = FAMILIES[kind]
+    ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    text = {**TEXT, **own, "rope_parameters": dict(MROPE)}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=dict(vision), **ids)
+    model = drawn(getattr(transformers, f"{name}ForConditionalGeneration")(config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    written(model, path, {}, preprocessor_config=PREPARATION)
+    with_tokenizer(path, TEXT["vocab_size"], {"<|image_pad|>": IMAGE, "<|endoftext|>": 94})
+    return path, model
+
+
+def inputs(images: Sequence[np.ndarray], ids: Sequence[int]) -> dict[str, Any]:
+    """What transformers' model is called with beside the tokens."""
+    import torch
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if not images:
+        return {}
+    found = Qwen2VLImageProcessorPil(**PREPARATION)(
+        list(images), input_data_format="channels_last", return_tensors="pt"
+    )
+    return {**found, "mm_token_type_ids": (torch.tensor([list(ids)]) == IMAGE).int()}
