@@ -24,7 +24,6 @@ from shardlm.vision.tiles import tile_sizes
 from shardlm.vision.tower import (
     Linear,
     Patches,
-    Tiles,
     Tower,
     TowerConfig,
     block_names,
