@@ -18,20 +18,26 @@ class Windows:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Windows of `size` rows each, all of which are there, whatever the count of patches."""
+
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Attending:
-    """To all of the first `count` int32 patches; or inside of `windows`, but in a layer that is `whole` (bool); or
-    inside of tiles of so many rows, whatever the count. `implementation` as Execution.attention has it."""
+    """To all of the first `count` int32 patches; or inside of `windows`, but in a layer that is `whole` (bool).
+    `implementation` as Execution.attention has it."""
 
     count: jax.Array
     implementation: str
-    windows: Windows | None = None
+    windows: Windows | Tiles | None = None
     whole: jax.Array | None = None
-    tile: int = 0
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
         """q [P, N, H], k and v [P, K, H]; returns [P, N, H]. Rows of padding get any finite numbers."""
-        if self.tile:
-            return in_tiles(q, k, v, scale, self.tile, self.implementation)
+        if isinstance(self.windows, Tiles):
+            return in_tiles(q, k, v, scale, self.windows.size, self.implementation)
         options = {"scale": scale, "count": self.count}
         everywhere = functools.partial(full_attention, **options, implementation=self.implementation)
         if self.windows is None:

@@ -113,7 +113,7 @@ class InternvlEncoder(nnx.Module):
         x = self.patches(inputs["pixels"], execution).reshape(-1, each, D)
         own = jnp.broadcast_to(in_use(self.of_class, execution), (len(x), 1, D))
         x = jnp.concatenate([x, own], axis=1) + in_use(self.positions, execution)[self.config.order]
-        x, _ = self.tower(x.reshape(-1, D), count, execution, tile=each + 1)
+        x, _ = self.tower(x.reshape(-1, D), count, execution, windows=Tiles(each + 1))
         x = self.last_norm(x, execution) if self.config.last_norm else x
         x = x.reshape(-1, each + 1, D)[:, :-1].reshape(-1, self.config.merge**2 * D)
         x = self.first(self.norm(x, execution), execution)

@@ -130,7 +130,7 @@ class Llama4Encoder(nnx.Module):
         x = jnp.concatenate([x, own], axis=1) + in_use(self.positions, execution)[self.config.order]
         x = self.first_norm(x.reshape(-1, D), execution)
         sines = sines_of(jnp.tile(self.config.angles, tiles), self.config.frequencies)
-        x, _ = self.tower(x, count, execution, sines, tile=each + 1)
+        x, _ = self.tower(x, count, execution, sines, Tiles(each + 1))
         x = self.last_norm(x, execution).reshape(tiles, each + 1, D)[:, :-1]
         x = x.reshape(-1, self.config.merge**2 * D)
         for product in (self.first, self.second):

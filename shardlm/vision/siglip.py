@@ -13,6 +13,7 @@ from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, in_use, normal
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, Tensor
+from shardlm.vision.attending import Tiles
 from shardlm.vision.options import activation_of
 from shardlm.vision.tower import Patches, Tower, TowerConfig, block_names, norm_names, patch_names
 
@@ -81,10 +82,10 @@ class Siglip(nnx.Module):
             self.last_norm = Norm(config.tower.norm, D, params)
 
     def __call__(
-        self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution, tile: int = 0
+        self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution, tiles: Tiles | None = None
     ) -> jax.Array:
-        """`tile` as Tower has it."""
+        """`tiles`: inside of which patches attend."""
         x = self.patches(inputs["pixels"], execution)
         x = x + in_use(self.positions, execution)[inputs["positions"]]
-        x, _ = self.tower(x, count, execution, tile=tile)
+        x, _ = self.tower(x, count, execution, windows=tiles)
         return self.last_norm(x, execution) if hasattr(self, "last_norm") else x

@@ -15,6 +15,7 @@ from shardlm.layers.param import Execution, Params
 from shardlm.models.naming import Names
 from shardlm.models.text_parts import text_config
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.attending import Tiles
 from shardlm.vision.images import places, processing, token_ids
 from shardlm.vision.options import vision_options
 from shardlm.vision.sight import Sight
@@ -71,7 +72,7 @@ class SmolvlmEncoder(nnx.Module):
     def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
         each = self.config.across**2
         positions = jnp.tile(self.config.positions, len(inputs["pixels"]) // each)
-        x = self.siglip({**inputs, "positions": positions}, count, execution, each)
+        x = self.siglip({**inputs, "positions": positions}, count, execution, Tiles(each))
         return self.out(x.reshape(-1, self.config.merge**2 * x.shape[-1]), execution)
 
 

@@ -15,7 +15,7 @@ from shardlm.layers.param import Execution, Params, constant, in_use, normal, pr
 from shardlm.models.naming import Names, Tensor
 from shardlm.ops.rope import rotated
 from shardlm.ops.swiglu import Activation, activate, gated
-from shardlm.vision.attending import Attending, Windows
+from shardlm.vision.attending import Attending, Tiles, Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +60,14 @@ class Tower(nnx.Module):
         count: jax.Array,
         execution: Execution,
         sines: tuple[jax.Array, jax.Array] | None = None,
-        windows: Windows | None = None,
+        windows: Windows | Tiles | None = None,
         everywhere: Sequence[int] = (),
         keep: Sequence[int] = (),
-        tile: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (x after the last layer, [len(keep), P, D]: x after those of `keep`).
 
         count int32, patches that there are; sines: (sines, cosines) [P, 1, H / 2] that queries and keys are turned by,
-        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`; tile: so many rows
-        after each other attend to each other, whole ones whatever `count` is; 0: to all.
+        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`.
         """
         graph, stacked = nnx.split(self.block)
         layers = self.layers
@@ -80,7 +78,7 @@ class Tower(nnx.Module):
         def layer(carry, inputs):
             x, kept = carry
             state, slot, whole = inputs
-            attend = Attending(count, execution.attention, windows, whole, tile)
+            attend = Attending(count, execution.attention, windows, whole)
             x = nnx.merge(graph, state)(x, attend, execution, sines)
             return (x, kept.at[slot].set(x, mode="drop") if len(keep) else kept), None
 
