@@ -48,7 +48,7 @@ Tree = Any
 # modules that predict further tokens.
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector|visual|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\."
+    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector|visual|connector|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 )
 
 
@@ -152,7 +152,7 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
         if published:
             found[published(name)] = stored
             continue
-        name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.language_model\.", "", name)
+        name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.(language|text)_model\.", "", name)
         name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
         if name.startswith(("layers.", "embed_tokens", "norm.", "per_layer_", "altup_", "hyper_connection_mixer.")):
             name = f"model.{name}"

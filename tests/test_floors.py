@@ -83,7 +83,7 @@ NO_JAX_IN_SERVE = [
 NO_JAX_IN_VISION = [
     *("axes.py", "picture.py", "sight.py", "read.py", "images.py"),
     *("pixtral_images.py", "gemma4_images.py", "kimi_images.py", "qwen_images.py", "square_images.py"),
-    *("llama4_images.py", "internvl_images.py", "clip_images.py", "tiles.py"),
+    *("llama4_images.py", "internvl_images.py", "clip_images.py", "smolvlm_images.py", "tiles.py"),
 ]
 FILES = sorted((ROOT / "shardlm").rglob("*.py"))
 

@@ -13,6 +13,7 @@ SEEING = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "glm5_next": "glm5_next_text",
+    "idefics3": "",
     "internvl": "",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
@@ -28,9 +29,11 @@ SEEING = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen4_exp": "qwen4_exp_text",
+    "smolvlm": "",
     "step3p7": "step3p5",
 }
-USUAL = {"internvl": "qwen2", "llava": "llama", "mistral3": "mistral"}  # where text_config says none
+# Where text_config says none.
+USUAL = {"internvl": "qwen2", "mistral3": "mistral", **dict.fromkeys(("idefics3", "llava", "smolvlm"), "llama")}
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -76,7 +79,9 @@ IN_TURN = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)) | dict.fromk
 )
 OF_BOTH = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 TOKENS = tuple(f"{name}_token_id" for name in ("image", "video", "vision", "vision_start", "vision_end"))
-OF_PICTURES = frozenset(["vision_config", "text_config", *TOKENS])
+# The last are Idefics 3's, which stand in its text_config.
+IDEFICS = ("perceiver_config", "pixel_shuffle_factor", "use_resampler", "_flash_attn_2_enabled")
+OF_PICTURES = frozenset(["vision_config", "text_config", *TOKENS, *IDEFICS])
 
 
 def text_config(config: Config) -> Config:
@@ -126,5 +131,5 @@ def _tied(kind: str, config: Config, inner: Config) -> bool | None:
     whole, text = config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         return bool(whole or text)
-    first, second = (text, whole) if kind in ("mistral3", "gemma3", "internvl", "llava") else (whole, text)
+    first, second = (text, whole) if kind in ("mistral3", "gemma3", *USUAL) else (whole, text)
     return second if first is None else first

@@ -13,7 +13,7 @@ from PIL import Image
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES
 
-BILINEAR, BICUBIC = 2, 3  # by Pillow's numbers, which files have
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # by Pillow's numbers, which files have
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 
@@ -44,8 +44,8 @@ class Pixels:
             told.get("rescale_factor") or made.factor,
             made.resample if told.get("resample") is None else told["resample"],
         )
-        if found.resample not in (BILINEAR, BICUBIC):
-            raise ShardlmError(f"the folder resizes images by resample={found.resample}; supported: 2 and 3")
+        if found.resample not in (LANCZOS, BILINEAR, BICUBIC):
+            raise ShardlmError(f"the folder resizes images by resample={found.resample}; supported: 1 to 3")
         return found
 
     def resized(self, pixels: np.ndarray, height: int, width: int) -> np.ndarray:

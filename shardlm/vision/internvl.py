@@ -16,7 +16,6 @@ from shardlm.layers.param import Execution, Params, in_use, normal
 from shardlm.models.naming import Names, Tensor
 from shardlm.models.text_parts import text_config
 from shardlm.ops.swiglu import Activation, activate
-from shardlm.vision.attending import Tiles
 from shardlm.vision.images import places, processing, token_ids
 from shardlm.vision.internvl_images import InternvlImages
 from shardlm.vision.options import activation_of, layers_used, vision_options
@@ -114,7 +113,7 @@ class InternvlEncoder(nnx.Module):
         x = self.patches(inputs["pixels"], execution).reshape(-1, each, D)
         own = jnp.broadcast_to(in_use(self.of_class, execution), (len(x), 1, D))
         x = jnp.concatenate([x, own], axis=1) + in_use(self.positions, execution)[self.config.order]
-        x, _ = self.tower(x.reshape(-1, D), count, execution, None, Tiles(each + 1))
+        x, _ = self.tower(x.reshape(-1, D), count, execution, windows=Tiles(each + 1))
         x = self.last_norm(x, execution) if self.config.last_norm else x
         x = x.reshape(-1, each + 1, D)[:, :-1].reshape(-1, self.config.merge**2 * D)
         x = self.first(self.norm(x, execution), execution)

@@ -11,12 +11,14 @@ FAMILIES = {
     "exaone4_5": "qwen",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "idefics3": "smolvlm",
     "internvl": "internvl",
     "kimi_k25": "kimi",
     "llama4": "llama4",
     "llava": "llava",
     "mistral3": "pixtral",
     "mistral_large4": "pixtral",
+    "smolvlm": "smolvlm",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }
 

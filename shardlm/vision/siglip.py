@@ -13,6 +13,7 @@ from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, in_use, normal
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, Tensor
+from shardlm.vision.attending import Tiles
 from shardlm.vision.options import activation_of
 from shardlm.vision.tower import Patches, Tower, TowerConfig, block_names, norm_names, patch_names
 
@@ -28,18 +29,19 @@ class SiglipConfig:
     last_norm: bool = True
 
     @classmethod
-    def told(cls, own: Options, side: int) -> "SiglipConfig":
-        """By a vision_config, for squares of `side` pixels; the rest of it is for who asks to finish."""
+    def told(cls, own: Options, side: int, patch: int = 16, width: int = 768, heads: int = 12) -> "SiglipConfig":
+        """By a vision_config, for squares of `side` pixels; the rest of it is for who asks to finish. `patch`, `width`
+        and `heads` where it does not say them."""
         own.aside("vision_use_head")
         tower = TowerConfig(
             layers=own("num_hidden_layers", 12),
-            width=own("hidden_size", 768),
-            heads=own("num_attention_heads", 12),
+            width=own("hidden_size", width),
+            heads=own("num_attention_heads", heads),
             mlp_dim=own("intermediate_size", 3072),
             norm=NormConfig("layer", own("layer_norm_eps", 1e-6)),
             activation=activation_of(own("hidden_act", "gelu_pytorch_tanh")),
         )
-        patch = own("patch_size", 16)
+        patch = own("patch_size", patch)
         return cls(tower, patch, (side // patch) ** 2)
 
     @property
@@ -79,8 +81,11 @@ class Siglip(nnx.Module):
         if config.last_norm:
             self.last_norm = Norm(config.tower.norm, D, params)
 
-    def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
+    def __call__(
+        self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution, tiles: Tiles | None = None
+    ) -> jax.Array:
+        """`tiles`: inside of which patches attend."""
         x = self.patches(inputs["pixels"], execution)
         x = x + in_use(self.positions, execution)[inputs["positions"]]
-        x, _ = self.tower(x, count, execution)
+        x, _ = self.tower(x, count, execution, windows=tiles)
         return self.last_norm(x, execution) if hasattr(self, "last_norm") else x
