@@ -2,10 +2,14 @@
 is said where files lack, are damaged or disagree."""
 
 import json
+import pathlib
 import shutil
 import struct
+import tempfile
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizer_cases import CASES, FILES, folder_of, token
 
 from shardlm import tokenizer_files
@@ -181,6 +185,21 @@ def test_whether_a_folder_has_a_tokenizer(tmp_path):
     assert not tokenizer_files.is_here(tmp_path)
     for name in CASES:
         assert tokenizer_files.is_here(folder_of(name, tmp_path / name))
+
+
+PIECES = (FILES / "bpe.model").read_bytes()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, len(PIECES) - 1) | st.integers(len(PIECES) - 200, len(PIECES) - 1), st.binary(max_size=2))
+def test_damaged_pieces_are_refused_or_read(at, change):
+    with tempfile.TemporaryDirectory() as home:
+        folder = pathlib.Path(home)
+        (folder / "tokenizer.model").write_bytes(PIECES[:at] + change + PIECES[at + 1 :])
+        try:
+            Tokenizer.load(folder).encode("def f(x):")
+        except ShardlmError as error:
+            assert home in str(error)
 
 
 def test_messages_of_protocol_buffers():
