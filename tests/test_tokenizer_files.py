@@ -59,6 +59,9 @@ def test_special_tokens_are_those_that_the_files_name(tmp_path):
     assert kimi.encode("a[BOS]<|im_end|><|reserved_token_675|>")[1:] == [420, 426, 675] and kimi.vocab_size == 676
     qwen = Tokenizer.load(folder_of("qwen", tmp_path / "qwen"))
     assert qwen.encode("<|endoftext|><|extra_204|>") == [420, 627] and qwen.vocab_size == 628
+    tekken = Tokenizer.load(folder_of("tekken", tmp_path / "tekken"))
+    assert tekken.encode_prompt("[INST]<SPECIAL_19>") == [1, 3, 19] and tekken.vocab_size == 438
+    assert "<s>" in tekken.special_ids and tekken.end_of_document_id == 2
     llama3 = Tokenizer.load(folder_of("llama3", tmp_path / "llama3"))
     assert llama3.encode_prompt("a") == [420, *llama3.encode("a")]
 
@@ -126,6 +129,10 @@ def told(**changes):
     return lambda folder: change(folder, **changes)
 
 
+def told_in(name, **changes):
+    return lambda folder: change(folder, name, **changes)
+
+
 def replaced(name, old, new):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes().replace(old, new, 1))
 
@@ -168,6 +175,8 @@ SAVE = r"\. AutoTokenizer.from_pretrained\(FOLDER\).save_pretrained\(FOLDER\) of
             replaced("tokenizer.model", b" 419\n", b" 500\n"),
             "its 420 ranks leave gaps, or some byte has none",
         ),
+        ("tekken", written("tekken.json", b"{"), r"tekken.json is no tokenizer of Mistral's \(Expecting.*download it"),
+        ("tekken", told_in("tekken.json", config={}), r"is no tokenizer of Mistral's \('pattern'\); download it again"),
         ("llama3", without("tokenizer_config.json"), f"names no special tokens, and tokenizer_config.json has.*{SAVE}"),
     ],
 )
