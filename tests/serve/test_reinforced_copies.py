@@ -67,7 +67,12 @@ def live() -> int:
 
 @pytest.mark.parametrize(
     ("mesh", "tensor", "precision"),
-    [(MeshSpec(data=2, fsdp=2), 1, "bf16"), (MeshSpec(fsdp=2, tensor=2), 2, "fp32")],
+    [
+        (MeshSpec(data=2, fsdp=2), 1, "bf16"),
+        (MeshSpec(fsdp=4), 2, "bf16"),
+        (MeshSpec(fsdp=2, tensor=2), 2, "fp32"),
+        (MeshSpec(tensor=4), 2, "fp32"),
+    ],
 )
 def test_copies_hold_what_is_trained_and_only_while_they_sample(folder, mesh, tensor, precision):
     state, sampler = made(folder, mesh, tensor, precision)
