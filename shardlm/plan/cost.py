@@ -24,6 +24,7 @@ from shardlm.plan.traffic import Sent
 
 ROUNDING = 1e-9  # of sums in another order
 
+
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """A part of a step, in seconds.

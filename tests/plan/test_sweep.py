@@ -13,11 +13,11 @@ from shardlm.config import load
 from shardlm.errors import ShardlmError
 from shardlm.hardware_file import SHIPPED
 from shardlm.models.llama import LlamaConfig
+from shardlm.plan.alike import Alike
 from shardlm.plan.asked import cluster_of, list_price
 from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
 from shardlm.plan.constraints import FREE, Constraints
-from shardlm.plan.alike import Alike
 from shardlm.plan.cost import Layers
 from shardlm.plan.least import Least
 from shardlm.plan.plan import Plan
