@@ -1,6 +1,13 @@
 """Images in prompts, as an engine reads them, against transformers, and beside all else that engines do."""
 
+import json
+import pathlib
+import subprocess
+import sys
+
 import pytest
+import tiny_run
+from ports import free_port
 from seeing import noise, written
 from served import SIZES, Family, asked, drawn, held_to_transformers, replies, with_tokenizer
 
@@ -145,3 +152,16 @@ def test_the_deterministic_mode(family, llm):
     assert replies(together) == replies(alone) == replies(again)
     for one, other in zip(together, alone, strict=True):
         assert one.prompt_logprobs[1:] == other.prompt_logprobs[1:]
+
+
+@pytest.mark.wide
+def test_two_processes(family, expected, tmp_path):
+    """Encoder and buffer are in both, and read the same images."""
+    worker, port = pathlib.Path(__file__).parent / "one_of_two_seeing.py", free_port()
+    words = [[str(port), str(process), str(tmp_path / str(process)), str(family.folder)] for process in range(2)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": tiny_run.environment()}
+    started = [subprocess.Popen([sys.executable, str(worker), *own], **pipes) for own in words]
+    outputs = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    said, followed = (json.loads((tmp_path / str(process)).read_text()) for process in range(2))
+    assert (said, followed) == (expected[:2], "followed")
