@@ -16,6 +16,7 @@ from shardlm.layers.param import Execution, Params, in_use, normal
 from shardlm.models.naming import Names, Tensor
 from shardlm.models.text_parts import text_config
 from shardlm.ops.swiglu import activate
+from shardlm.vision.attending import Tiles
 from shardlm.vision.images import places, processing, token_ids
 from shardlm.vision.llama4_images import Llama4Images
 from shardlm.vision.options import activation_of, vision_options
