@@ -28,7 +28,7 @@ def get_config() -> RunConfig:
         grpo=GrpoConfig(
             reward=("examples/docstring_prompts.py:sentence", "examples/docstring_prompts.py:length"),
             max_tokens=96,
-            kv_cache_gib=0.5,
+            kv_cache_gib=0.05,
         ),
         precision="fp32",
         remat="none",

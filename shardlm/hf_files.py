@@ -27,8 +27,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9
 BESIDE = (  # what a folder holds besides weights and config.json, in the names that transformers reads
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "chat_template.jinja", "chat_template.json"),
-    *("generation_config.json", "additional_chat_templates/*.jinja"),
+    *("merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "tekken.json", "chat_template.jinja"),
+    *("chat_template.json", "generation_config.json", "additional_chat_templates/*.jinja"),
 )
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json")  # what it says of preparing them
 # What says how a checkpoint is quantised where config.json does not: ModelOpt, AutoGPTQ and AutoAWQ wrote it at first.

@@ -69,12 +69,15 @@ _ACTIVATIONS = {
 }
 
 
+Entries = tuple[tuple[str, tuple[str, ...]], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Logical dimension name -> mesh axes, for one role. Axes of size 1 are left out of every spec."""
 
     role: str
-    entries: tuple[tuple[str, tuple[str, ...]], ...]
+    entries: Entries
     mesh: MeshSpec
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -170,26 +173,7 @@ class Rules:
         """The tables of a preset on a mesh whose sizes are all known. Raises ShardlmError for an unknown preset."""
         if preset not in get_args(Preset):
             raise ShardlmError(f"unknown rules {preset!r}; choose from {', '.join(get_args(Preset))}")
-        split = ("fsdp", "expert", "context") if preset == "hybrid" else ("data", "fsdp", "expert", "context")
-        stage = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hybrid": 3}[preset]
-
-        def weights(role: str, sharded: bool) -> Table:
-            embed = ("pipeline", *(split if sharded else ()))
-            of_expert = tuple(axis for axis in embed if axis != "expert")
-            # A latent is narrow: it is split as the embedding is, less the axes that are split further already.
-            latent = tuple(axis for axis in of_expert if axis != "context")
-            names = {"embed": embed, "expert_embed": of_expert, "latent": latent}
-            return _table(role, dict.fromkeys(_WHOLE, ()) | _SPLIT | names, mesh)
-
-        return cls(
-            preset=preset,
-            mesh=mesh,
-            rest=weights("resting weight", stage >= 3),
-            use=_without(weights("weight in use", False), "embed", "expert_embed", "latent"),
-            grads=weights("gradient", stage >= 2),
-            optimizer=weights("optimizer", stage >= 1),
-            act=_table("activation", _ACTIVATIONS, mesh),
-        )
+        return cls(preset, mesh, **{role: Table(words, entries, mesh) for role, words, entries in _tables(preset)})
 
     def for_decoding(self) -> "Rules":
         """The same weights, with every device holding all rows and the whole sequence: for a few rows of tokens."""
@@ -251,17 +235,48 @@ class Rules:
         return math.prod(shape) * itemsize // shards
 
 
+@functools.cache
+def _tables(preset: Preset) -> tuple[tuple[str, str, Entries], ...]:
+    """(field of Rules, role in words, entries) of a preset's tables, which all meshes have."""
+    split = ("fsdp", "expert", "context") if preset == "hybrid" else ("data", "fsdp", "expert", "context")
+    stage = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hybrid": 3}[preset]
+
+    def weights(sharded: bool) -> Entries:
+        embed = ("pipeline", *(split if sharded else ()))
+        of_expert = tuple(axis for axis in embed if axis != "expert")
+        # A latent is narrow: it is split as the embedding is, less the axes that are split further already.
+        latent = tuple(axis for axis in of_expert if axis != "context")
+        names = {"embed": embed, "expert_embed": of_expert, "latent": latent}
+        return _entries(dict.fromkeys(_WHOLE, ()) | _SPLIT | names)
+
+    return (
+        ("rest", "resting weight", weights(stage >= 3)),
+        ("use", "weight in use", _whole(weights(False), "embed", "expert_embed", "latent")),
+        ("grads", "gradient", weights(stage >= 2)),
+        ("optimizer", "optimizer", weights(stage >= 1)),
+        ("act", "activation", _entries(_ACTIVATIONS)),
+    )
+
+
 def _without(table: Table, *names: str) -> Table:
     """The table with these dimensions whole."""
-    entries = tuple((name, () if name in names else axes) for name, axes in table.entries)
-    return dataclasses.replace(table, entries=entries)
+    return dataclasses.replace(table, entries=_whole(table.entries, *names))
+
+
+@functools.cache
+def _whole(entries: Entries, *names: str) -> Entries:
+    return tuple((name, () if name in names else axes) for name, axes in entries)
 
 
 def _outside(table: Table, axis: str, names: Sequence[str]) -> Table:
     """The table with these dimensions not split over a mesh axis."""
-    entries = tuple((n, tuple(a for a in axes if n not in names or a != axis)) for n, axes in table.entries)
-    return dataclasses.replace(table, entries=entries)
+    return dataclasses.replace(table, entries=_less(table.entries, axis, tuple(names)))
 
 
-def _table(role: str, entries: dict, mesh: MeshSpec) -> Table:
-    return Table(role, tuple((n, (a,) if isinstance(a, str) else a) for n, a in entries.items()), mesh)
+@functools.cache
+def _less(entries: Entries, axis: str, names: tuple[str, ...]) -> Entries:
+    return tuple((n, tuple(a for a in axes if n not in names or a != axis)) for n, axes in entries)
+
+
+def _entries(axes: Mapping[str, str | tuple[str, ...]]) -> Entries:
+    return tuple((n, (a,) if isinstance(a, str) else a) for n, a in axes.items())

@@ -58,7 +58,7 @@ class Tokenizer:
         if file.is_dir():
             file = file / JSON
             if not file.is_file():
-                return cls(tokenizers.Tokenizer.from_str(tokenizer_files.tokenizer_json(Path(path))))
+                return cls._made(Path(path))
         if not file.is_file():
             raise ShardlmError(
                 f"no tokenizer at {file}: give the path of a tokenizer.json or of a directory that holds one,"
@@ -70,6 +70,17 @@ class Tokenizer:
             raise ShardlmError(
                 f"{file} is not a tokenizer that the `tokenizers` library reads: {error}. Expected the"
                 " tokenizer.json of a Hugging Face model or one written by shardlm"
+            ) from error
+
+    @classmethod
+    def _made(cls, folder: Path) -> "Tokenizer":
+        made = tokenizer_files.tokenizer_json(folder)
+        try:
+            return cls(tokenizers.Tokenizer.from_str(made))
+        except Exception as error:  # as above
+            raise ShardlmError(
+                f"what the files of {folder} say is no tokenizer to the `tokenizers` library: {error}. Download them "
+                "again"
             ) from error
 
     def save(self, path: str | os.PathLike) -> None:

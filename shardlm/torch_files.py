@@ -3,6 +3,7 @@ tensors there are and of one entry for each storage. The pickle is torch_pickle.
 
 import os
 import pathlib
+import struct
 import zipfile
 from typing import BinaryIO
 
@@ -11,6 +12,8 @@ from shardlm.safetensors_files import POINTER
 from shardlm.stored import Stored, unreadable
 from shardlm.torch_pickle import Storage, View, read
 
+# What zipfile raises for archives that are damaged, or of kinds that it does not know.
+_OF_DAMAGE = (zipfile.BadZipFile, struct.error, ArithmeticError, LookupError, ValueError, EOFError, RuntimeError)
 _LOCAL = 30  # bytes of an entry's own header, before its name and what else there is
 
 
@@ -23,7 +26,7 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
             return _tensors(file, stream)
     except OSError as error:
         raise unreadable(file, error) from None
-    except (zipfile.BadZipFile, NotImplementedError, KeyError, EOFError, RuntimeError) as error:
+    except _OF_DAMAGE as error:
         raise ShardlmError(f"{file} is cut off or damaged ({error}); download it again") from None
 
 

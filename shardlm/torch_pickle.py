@@ -87,7 +87,7 @@ def read(pickle: bytes, where: str) -> Any:
             f"{where}: {refused}, which weights do not need; nothing of it was run. If you trust the file, "
             "transformers' AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes safetensors"
         ) from None
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError):
+    except (ValueError, IndexError, KeyError, TypeError):
         pass
     raise ShardlmError(f"{where} is damaged; download the file again")
 

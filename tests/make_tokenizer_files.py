@@ -76,6 +76,13 @@ def by_tiktoken(folder: pathlib.Path, texts: list[str]) -> dict:
     return {"spelt": [own.encode_ordinary(text) for text in texts], "decoded": texts}
 
 
+def by_tekken(folder: pathlib.Path, texts: list[str]) -> dict:
+    own = transformers.integrations.mistral.tokenizer.MistralConverter(str(folder / "tekken.json")).converted()
+    ids = [own.encode(text, add_special_tokens=False).ids for text in texts]
+    kept = [own.decode(one, skip_special_tokens=False) for one in ids]
+    return {"read": ids, "prompts": [[1, *one] for one in ids], "decoded_whole": kept}
+
+
 def by_transformers(folder: pathlib.Path, texts: list[str]) -> dict:
     if folder.name == "qwen3_5":  # which transformers 5.24 opens without its vocabulary
         lines = (folder / "merges.txt").read_text().splitlines()[1:]
@@ -135,7 +142,12 @@ def main() -> None:
         draw = random.Random(0)
         texts = NASTY + ["".join(draw.choices(alphabet, k=draw.randint(1, 30))) for _ in range(20)]
         (HERE / "texts.json").write_text(json.dumps(texts, ensure_ascii=False, indent=0) + "\n")
-        makers = {"sentencepiece": by_sentencepiece, "tiktoken": by_tiktoken, "transformers": by_transformers}
+        makers = {
+            "sentencepiece": by_sentencepiece,
+            "tiktoken": by_tiktoken,
+            "tekken": by_tekken,
+            "transformers": by_transformers,
+        }
         found = {}
         for name, case in tokenizer_cases.CASES.items():
             folder = tokenizer_cases.folder_of(name, pathlib.Path(home) / name)

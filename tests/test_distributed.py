@@ -115,6 +115,10 @@ def test_numbers_that_cannot_be_are_refused():
 # ---- joining ----
 
 
+def test_alone_a_process_says_what_it_says_itself():
+    assert distributed.texts_of_all(b"") == [b""] and distributed.of_all(2**62) == [2**62]
+
+
 def test_a_process_on_its_own_starts_nothing(monkeypatch):
     def started(*args, **kwargs):
         raise AssertionError("jax.distributed was started")

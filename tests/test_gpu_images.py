@@ -22,6 +22,7 @@ QWEN3 = {"hidden_size": 1024, "depth": 24, "intermediate_size": 4096, "deepstack
 FAMILIES = {
     "qwen2_vl": ({}, 4096),
     "qwen2_5_vl": ({"hidden_size": 1280}, 4096),
+    "exaone4_5": ({"hidden_size": 1280}, 4096),
     "qwen3_vl": (QWEN3, 4096),
     "qwen3_5": ({}, 4096),  # heads of 72
     "mistral3": ({}, 4096),
@@ -29,8 +30,10 @@ FAMILIES = {
     "gemma4": ({}, 2520),
     "kimi_k25": ({}, 4096),
     "llama4": ({}, 4096),
+    "internvl": ({}, 4096),
+    "llava": ({"model_type": "clip_vision_model"}, 4096),
 }
-TOKENS = ["[IMG_BREAK]", "[IMG_END]", "\n\n", "\n\n\n", "\n\n\n\n"]
+TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "\n\n", "\n\n\n", "\n\n\n\n"]
 TOKENS += [f"<|{name}|>" for name in ("image_start", "image", "image_end", "tile_x_separator", "tile_y_separator")]
 
 

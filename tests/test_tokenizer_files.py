@@ -2,10 +2,14 @@
 is said where files lack, are damaged or disagree."""
 
 import json
+import pathlib
 import shutil
 import struct
+import tempfile
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizer_cases import CASES, FILES, folder_of, token
 
 from shardlm import tokenizer_files
@@ -55,6 +59,9 @@ def test_special_tokens_are_those_that_the_files_name(tmp_path):
     assert kimi.encode("a[BOS]<|im_end|><|reserved_token_675|>")[1:] == [420, 426, 675] and kimi.vocab_size == 676
     qwen = Tokenizer.load(folder_of("qwen", tmp_path / "qwen"))
     assert qwen.encode("<|endoftext|><|extra_204|>") == [420, 627] and qwen.vocab_size == 628
+    tekken = Tokenizer.load(folder_of("tekken", tmp_path / "tekken"))
+    assert tekken.encode_prompt("[INST]<SPECIAL_19>") == [1, 3, 19] and tekken.vocab_size == 438
+    assert "<s>" in tekken.special_ids and tekken.end_of_document_id == 2
     llama3 = Tokenizer.load(folder_of("llama3", tmp_path / "llama3"))
     assert llama3.encode_prompt("a") == [420, *llama3.encode("a")]
 
@@ -122,6 +129,10 @@ def told(**changes):
     return lambda folder: change(folder, **changes)
 
 
+def told_in(name, **changes):
+    return lambda folder: change(folder, name, **changes)
+
+
 def replaced(name, old, new):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes().replace(old, new, 1))
 
@@ -164,6 +175,8 @@ SAVE = r"\. AutoTokenizer.from_pretrained\(FOLDER\).save_pretrained\(FOLDER\) of
             replaced("tokenizer.model", b" 419\n", b" 500\n"),
             "its 420 ranks leave gaps, or some byte has none",
         ),
+        ("tekken", written("tekken.json", b"{"), r"tekken.json is no tokenizer of Mistral's \(Expecting.*download it"),
+        ("tekken", told_in("tekken.json", config={}), r"is no tokenizer of Mistral's \('pattern'\); download it again"),
         ("llama3", without("tokenizer_config.json"), f"names no special tokens, and tokenizer_config.json has.*{SAVE}"),
     ],
 )
@@ -181,6 +194,21 @@ def test_whether_a_folder_has_a_tokenizer(tmp_path):
     assert not tokenizer_files.is_here(tmp_path)
     for name in CASES:
         assert tokenizer_files.is_here(folder_of(name, tmp_path / name))
+
+
+PIECES = (FILES / "bpe.model").read_bytes()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, len(PIECES) - 1) | st.integers(len(PIECES) - 200, len(PIECES) - 1), st.binary(max_size=2))
+def test_damaged_pieces_are_refused_or_read(at, change):
+    with tempfile.TemporaryDirectory() as home:
+        folder = pathlib.Path(home)
+        (folder / "tokenizer.model").write_bytes(PIECES[:at] + change + PIECES[at + 1 :])
+        try:
+            Tokenizer.load(folder).encode("def f(x):")
+        except ShardlmError as error:
+            assert home in str(error)
 
 
 def test_messages_of_protocol_buffers():

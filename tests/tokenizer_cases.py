@@ -16,7 +16,7 @@ SIZE = 420  # of vocab.json, whose tokens of bytes come first
 
 
 class Case(NamedTuple):
-    """files   by their names in the folder, from which of FILES; "ranks": the tokens of vocab.json as tiktoken's
+    """files   by their names in the folder, from which of FILES; "ranks", "tekken": the tokens of vocab.json so
     config  tokenizer_config.json, None: there is none
     model   model_type of config.json
     beside  other files of JSON
@@ -92,6 +92,7 @@ CASES = {
     "unigram_bytes": pieces("unigram_bytes.model", ""),
     "llama3": Case({"tokenizer.model": "ranks"}, LLAMA3 | {"bos_token": "<|begin_of_text|>"}, "llama", "tiktoken"),
     "kimi": Case({"tiktoken.model": "ranks"}, KIMI, "kimi_k2", "tiktoken"),
+    "tekken": Case({"tekken.json": "tekken"}, None, "mistral3", "tekken"),
     "qwen": Case({"qwen.tiktoken": "ranks"}, None, "qwen", "tiktoken"),
 }
 
@@ -103,12 +104,26 @@ def folder_of(name: str, folder: pathlib.Path) -> pathlib.Path:
     for own, source in case.files.items():
         if source == "ranks":
             (folder / own).write_bytes(ranks())
+        elif source == "tekken":
+            (folder / own).write_text(json.dumps(tekken()))
         else:
             shutil.copy(FILES / source, folder / own)
     config = {} if case.config is None else {"tokenizer_config.json": case.config}
     for own, content in {**config, **case.beside, "config.json": {"model_type": case.model}}.items():
         (folder / own).write_text(json.dumps(content))
     return folder
+
+
+def tekken() -> dict[str, Any]:
+    """The same tokens but for the last two, in Mistral's form."""
+    lines = [line.split() for line in ranks().decode().splitlines()]
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    cut = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lo}]*[\p{Ll}\p{Lo}]+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
+    return {
+        "config": {"pattern": cut, "default_vocab_size": SIZE + 18, "default_num_special_tokens": 20},
+        "special_tokens": [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)],
+        "vocab": [{"rank": int(rank), "token_bytes": token, "token_str": None} for token, rank in lines],
+    }
 
 
 def ranks() -> bytes:

@@ -20,6 +20,7 @@ from shardlm.plan.plan import Plan
 from shardlm.plan.program_traffic import Moved, moved_of, together, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
+from shardlm.train.check import check_pipeline
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import check_sizes
 
@@ -101,10 +102,18 @@ class Least:
         remat, away = kept["remat"], kept["offload"].optimizer
         key = (inner(variants[0]), variants[0].pipeline, variants[0].matmul, remat, away)
         if key not in self._may_fit:
-            ends = [changed(one, **kept) for one in dict.fromkeys((variants[0], variants[-1]))]
+            ends = [changed(one, **kept) for one in dict.fromkeys((variants[0], variants[-1])) if self._divides(one)]
             found = list(itertools.islice(self._fitting(inner(variants[0]), ends), 1))
             self._may_fit[key] = found[0] if found else True
         return self._may_fit[key]
+
+    def _divides(self, config: RunConfig) -> bool:
+        """Whether layers and microbatches fill the stages, as they then do on all meshes with these inner axes."""
+        try:
+            check_pipeline(self._bound.repeats, config.train, config.pipeline, config.mesh)
+        except ShardlmError:
+            return False
+        return True
 
     def _fitting(self, own: tuple, ends: Sequence[RunConfig]) -> Iterator[bool]:
         """True for the first preset with which one of these fits; else False where any runs."""

@@ -176,12 +176,12 @@ class Sketch:
     def num_gpus(self) -> int:
         return math.prod(self.mesh.sizes().values())
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes of a number in use."""
         return np.dtype(self.execution.dtype).itemsize
 
-    @property
+    @functools.cached_property
     def rows(self) -> float:
         """Of one microbatch on one device, where a layer works; in a pipeline each stage sees all rows."""
         return self.config.train.global_batch / self.passes / self.mesh.size(*BATCH_AXES)
@@ -191,7 +191,7 @@ class Sketch:
         """Microbatches of a step."""
         return self.execution.microbatches
 
-    @property
+    @functools.cached_property
     def tokens(self) -> float:
         """Of one microbatch on one device inside attention and MLP, where the sequence is whole over tensor."""
         return self.rows * self.config.train.seq_len / self.mesh.context

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.serve.layers import made_first, split, turned
 from shardlm.serve.runner import Runner
@@ -51,16 +51,23 @@ class CopiedWeights:
         alike = whole.dtype == place.dtype and whole.sharding.is_equivalent_to(place.sharding, whole.ndim)
         if rows is None and not how and alike:
             return whole
-        return _program(place.sharding, place.dtype, tuple(how), rows is not None)(whole, rows.start if rows else 0)
+        ways, in_training = (one.mesh.shape["tensor"] for one in (place.sharding, whole.sharding))
+        program = _program(place.sharding, place.dtype, tuple(how), rows is not None, ways not in (1, in_training))
+        return program(whole, rows.start if rows else 0)
 
 
 @functools.cache  # one for all layers
-def _program(place: NamedSharding, dtype: jnp.dtype, how: tuple[int, ...], stacked: bool) -> Callable:
-    """A parameter, or a layer of a stack, cast before devices give it to each other, as it lies there."""
+def _program(
+    place: NamedSharding, dtype: jnp.dtype, how: tuple[int, ...], stacked: bool, whole_first: bool
+) -> Callable:
+    """A parameter, or a layer of a stack, cast before devices give it to each other, as it lies there. `whole_first`:
+    each device has all of it before it keeps its part, as XLA does where no collective leads from one way of splitting
+    to the other, and warns of."""
 
     def put(whole: jax.Array, layer: jax.Array) -> jax.Array:
         a = jax.lax.dynamic_slice_in_dim(whole, layer, 1) if stacked else whole
         a = a.astype(dtype)
+        a = jax.reshard(a, PartitionSpec()) if whole_first else a
         return turned(a, *how) if how else a
 
     return jax.jit(put, out_shardings=place)

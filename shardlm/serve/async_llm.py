@@ -157,9 +157,9 @@ class AsyncLLM:
         return self.pooling.vector(await self.pool(token_ids, lora_request))
 
     async def pool(
-        self, token_ids: Sequence[int], lora_request: LoRARequest | None = None, *, priority: int = 0, salt: str = ""
+        self, token_ids: Prompt, lora_request: LoRARequest | None = None, *, priority: int = 0, salt: str = ""
     ) -> np.ndarray:
-        """float32 [D]: what the model makes of the last token, of whatever length. Raises as `generate` does."""
+        """float32 [D]: what the model makes of a prompt's last token, of whatever length. Raises as `generate` does."""
         name, params = f"embed-{uuid.uuid4().hex}", SamplingParams(max_tokens=0)
         options = {"lora_request": lora_request, "priority": priority, "salt": salt}
         outputs = self.generate(token_ids, params, request_id=name, embed=True, **options)

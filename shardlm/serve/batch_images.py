@@ -9,7 +9,7 @@ from typing import Any
 from shardlm.serve.images import THREADS, Images, size_of, with_images
 from shardlm.vision.picture import Placed
 
-HELD = 8 * 2**30  # bytes of prepared images: 10,000 of a megapixel would be 100 to 250 GB
+HELD = 8 * 2**30  # bytes of prepared images: 10,000 of a megapixel would be 31 GB, photographs of 12 ten times that
 WAITING = 32  # prompts beside those that run, for the next steps
 
 Seen = tuple[Sequence[int], Sequence[Placed]]  # the tokens of a prompt with those of its images, and where these are

@@ -20,7 +20,7 @@ from shardlm.vision.picture import Picture, Placed
 from shardlm.vision.read import BadImage, file_of, pixels_of
 from shardlm.vision.sight import Sight
 
-KEPT = 2**30  # bytes of prepared images; one of a megapixel has 5 to 12 MB
+KEPT = 2**30  # bytes of prepared images; one of a megapixel has 3 MB, a photograph of 12 up to 37
 # At once. One may take a few hundred megabytes while it is unpacked, and tens of milliseconds of a core.
 THREADS = max(2, min(8, os.cpu_count() or 1))
 
@@ -30,6 +30,7 @@ class Images:
 
     Attributes:
       token: the text that stands for an image in a prompt.
+      asked, found: images that were to be prepared, and those of them that were already.
     """
 
     def __init__(self, sight: Sight, tokenizer: Tokenizer, limits: Mapping[str, int] | None = None, kept: int = KEPT):
@@ -38,6 +39,7 @@ class Images:
         self.token = tokenizer.decode([sight.token], skip_special=False)
         self.threads = concurrent.futures.ThreadPoolExecutor(THREADS, "images")  # which start with the first image
         self._kept, self._bytes = kept, 0
+        self.asked = self.found = 0
         self._pictures: collections.OrderedDict[bytes, Picture] = collections.OrderedDict()
         self._changing = threading.Lock()
 
@@ -86,8 +88,10 @@ class Images:
 
     def _once(self, key: bytes, pixels: Callable[[], np.ndarray]) -> Picture:
         with self._changing:
+            self.asked += 1
             if (found := self._pictures.get(key)) is not None:
                 self._pictures.move_to_end(key)
+                self.found += 1
                 return found
         made = self.sight.prepare(pixels())
         with self._changing:
@@ -119,7 +123,8 @@ def images_of(prompt: Any) -> Sequence[Any]:
     if not isinstance(given, Mapping) or given.keys() - {"image"}:
         what = min(map(str, given.keys() - {"image"})) if isinstance(given, Mapping) else type(given).__name__
         raise ShardlmError(f'multi_modal_data has {what!r}; it is {{"image": one or a list}}')
-    images = given.get("image", ())
+    if (images := given.get("image")) is None:
+        return ()
     return images if isinstance(images, list | tuple) else (images,)
 
 

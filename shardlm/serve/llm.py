@@ -25,11 +25,11 @@ from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams,
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
-from shardlm.serve.image_parts import BadMessage, Sent, images_in
+from shardlm.serve.image_parts import BadMessage, images_in
 from shardlm.serve.image_places import encoded, shown
 from shardlm.serve.images import check_cut, images_of, of_engine
 from shardlm.serve.live_weights import new_draft, new_weights
-from shardlm.serve.media import MediaRules, file_here
+from shardlm.serve.media import MediaRules, files_here
 from shardlm.serve.messages import plain_text, rendered
 from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
@@ -153,16 +153,20 @@ class LLM:
             return self._reasoning.of(texts[prompt], begun, ()).thoughts
 
         ids = [encoded(one, token, self.tokenizer, self.tokenizer.encode) for one in written]
-        images = [[self._image(sent) for sent in images_in(one)] for one in chats]
+        images = self._images_of(chats)
         asked = list(zip(ids, texts, strict=True))
         return self._run(asked, sampling_params, use_tqdm, of_chat, lora_request, images=images)
 
-    def _image(self, sent: Sent) -> Any:
-        """With its file where it has an address. Raises BadMessage for one that cannot be had."""
-        try:
-            return file_here(sent.value, self._media) if isinstance(sent.value, str) else sent.value
-        except ShardlmError as error:
-            raise BadMessage(f"{sent.param}: {error}", sent.param) from None
+    def _images_of(self, chats: Sequence[Conversation]) -> list[list[Any]]:
+        """Of each conversation, those with an address as files. Raises BadMessage for one that cannot be had."""
+        every = [images_in(one) for one in chats]
+        asked = [sent for own in every for sent in own if isinstance(sent.value, str)]
+        found = files_here([sent.value for sent in asked], self._media) if asked else []
+        for sent, file in zip(asked, found, strict=True):
+            if isinstance(file, ShardlmError):
+                raise BadMessage(f"{sent.param}: {file}", sent.param)
+        files = iter(found)
+        return [[next(files) if isinstance(sent.value, str) else sent.value for sent in own] for own in every]
 
     def beam_search(
         self,

@@ -15,6 +15,7 @@ from shardlm.errors import ShardlmError
 from shardlm.vision.read import MAX_BYTES, BadImage, file_of
 
 SHOWN = 120  # characters of an address in messages
+AT_ONCE = 16  # images that one call in Python fetches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +62,17 @@ async def file_at(url: str, rules: MediaRules) -> bytes:
     raise BadImage(f"an image's address is {url[:SHOWN]!r}; it begins with data:, https:, http: or file:")
 
 
-def file_here(url: str, rules: MediaRules) -> bytes:
-    """As `file_at`, in an event loop of its own: callers may be in one that cannot wait."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(file_at(url, rules))).result()
+def files_here(urls: Sequence[str], rules: MediaRules) -> list[bytes | BadImage]:
+    """As `file_at`, of several, or what it would raise; beside an event loop that the caller may be in."""
+    with concurrent.futures.ThreadPoolExecutor(min(AT_ONCE, max(1, len(urls)))) as threads:
+        return list(threads.map(lambda url: _file_or_error(url, rules), urls))
+
+
+def _file_or_error(url: str, rules: MediaRules) -> bytes | BadImage:
+    try:
+        return asyncio.run(file_at(url, rules))
+    except BadImage as error:
+        return error
 
 
 async def _http(url: str, rules: MediaRules) -> bytes:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.other_names import CALLS
 from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
 # {"prompt": text}, {"prompt_token_ids": ids}, or both, where the text is only shown. Ids may be a numpy array. Prompts
-# with a "cache_salt" share what is computed with those of the same one alone.
+# with a "cache_salt" share what is computed with those of the same one alone. "multi_modal_data": images (images.py).
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -38,7 +39,9 @@ def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | Non
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}:
-            raise ShardlmError(f"a prompt has {min(map(str, unknown))!r}; it has prompt or prompt_token_ids")
+            name = min(map(str, unknown))
+            known = CALLS.get(name, "it has prompt or prompt_token_ids, with multi_modal_data for images")
+            raise ShardlmError(f"a prompt has {name!r}; {known}")
         if not isinstance(text, str | None) or (text is None and ids is None):
             raise _wrong(prompt)
     if text is not None and (ids is None or ids is prompt):

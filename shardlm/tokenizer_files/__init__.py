@@ -1,16 +1,17 @@
 """Tokenizers of folders that have no tokenizer.json: vocab.json with merges.txt (GPT-2's form), tokenizer.model
-(SentencePiece's, or tiktoken's as Llama 3 was published), tiktoken.model and *.tiktoken. Each is written down as the
-tokenizer.json that the `tokenizers` library reads. No jax, and none of the libraries that these files are of."""
+(SentencePiece's, or tiktoken's as Llama 3 was published), tekken.json, tiktoken.model and *.tiktoken. Each is written
+down as the tokenizer.json that the `tokenizers` library reads. No jax, and none of the libraries that these files are
+of."""
 
 import functools
 import pathlib
 from collections.abc import Callable
 
 from shardlm.errors import ShardlmError
-from shardlm.tokenizer_files import byte_pairs, pieces, ranks
+from shardlm.tokenizer_files import byte_pairs, pieces, ranks, tekken
 from shardlm.tokenizer_files.told import JSON, NAMES, told_in
 
-FORMS = "tokenizer.json, vocab.json with merges.txt, tokenizer.model, tiktoken.model or *.tiktoken"
+FORMS = "tokenizer.json, vocab.json with merges.txt, tokenizer.model, tekken.json, tiktoken.model or *.tiktoken"
 
 
 def is_here(folder: pathlib.Path) -> bool:
@@ -49,4 +50,6 @@ def _reader(folder: pathlib.Path) -> Callable | None:
         return ranks.read
     if (folder / pieces.FILE).is_file():
         return ranks.read if ranks.is_ranks(folder / pieces.FILE) else pieces.read
+    if (folder / tekken.FILE).is_file():
+        return tekken.read
     return byte_pairs.read if byte_pairs.is_here(folder) else None

@@ -42,7 +42,10 @@ def number(values: list[int | bytes] | None, unsaid: int) -> int:
 
 def real(values: list[int | bytes] | None) -> float:
     """The last value of a field of floats."""
-    return struct.unpack("<f", content(values, bytes(4)))[0]
+    written = content(values, bytes(4))
+    if len(written) != 4:
+        raise ValueError("a float is not written as one")
+    return struct.unpack("<f", written)[0]
 
 
 def content(values: list[int | bytes] | None, unsaid: bytes = b"") -> bytes:

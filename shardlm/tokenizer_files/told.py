@@ -13,7 +13,7 @@ JSON = "tokenizer.json"
 CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NAMES = (  # all files that a tokenizer may be made of
     *(CONFIG, SPECIAL, ADDED, "config.json", "vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model"),
-    "*.tiktoken",
+    *("*.tiktoken", "tekken.json"),
 )
 _KINDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")

@@ -117,11 +117,16 @@ def _shape(model: Any) -> TransformerConfig:
     return model.transformer()
 
 
+@functools.lru_cache(maxsize=64)
+def _widths(model: Any) -> dict[str, set[int]]:
+    return _shape(model).widths()
+
+
 @functools.lru_cache(maxsize=4096)
 def _rules(
     preset: Preset, spec: MeshSpec, model: Any, mtp: bool, context_attention: str
 ) -> tuple[TransformerConfig, Rules]:
-    rules = Rules.make(preset, spec).fitting(_shape(model).widths())
+    rules = Rules.make(preset, spec).fitting(_widths(model))
     shape = _shape(model) if mtp else _shape(model).without_mtp()
     check_model(shape, rules, context_attention)
     return shape, rules

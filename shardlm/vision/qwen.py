@@ -1,6 +1,7 @@
 """The encoders of Qwen's models that see: those of Qwen2-VL (https://arxiv.org/abs/2409.12191, section 2.1), Qwen2.5-VL
 (windows; https://arxiv.org/abs/2502.13923, section 2.1.1), Qwen3-VL (learned positions, DeepStack;
-https://arxiv.org/abs/2511.21631) and Qwen 3.5, which has Qwen3-VL's."""
+https://arxiv.org/abs/2511.21631) and Qwen 3.5, which has Qwen3-VL's; and that of EXAONE 4.5, which is Qwen2.5-VL's
+with fewer heads of keys and values."""
 
 import dataclasses
 import math
@@ -77,18 +78,20 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
     """Of any of the `model_type`s. Raises ShardlmError for options of its tower that there are not."""
     told = processing(folder)
     own = vision_options(options["vision_config"], options["model_type"])
-    make = {"qwen2_vl": _of_2, "qwen2_5_vl": _of_2_5}.get(options["model_type"], _of_3)
+    make = {"qwen2_vl": _of_2, "qwen2_5_vl": _of_2_5, "exaone4_5": _of_2_5}.get(options["model_type"], _of_3)
     config = make(own, options["model_type"])
     own.finish()
     images = QwenImages.told(told, config.patch, config.merge, config.frames, config.window, config.side)
     config = dataclasses.replace(config, pixels=images.pixels)
-    token, merged = options.get("image_token_id") or IMAGE, config.merge**2
+    usual = 67 if config.kind == "exaone4_5" else IMAGE
+    token, merged = options.get("image_token_id") or usual, config.merge**2
 
     def tokens(picture) -> list[int]:
         return [token] * picture.vectors
 
     sizes = program_sizes(images.most_patches, merged)
-    return Sight(token, token, images, tokens, sizes, config, merged, len(config.deep), axes=True)
+    axes = config.kind != "exaone4_5"
+    return Sight(token, token, images, tokens, sizes, config, merged, len(config.deep), axes)
 
 
 def _of_2(own: Options, kind: str) -> QwenConfig:
@@ -113,6 +116,7 @@ def _of_2_5(own: Options, kind: str) -> QwenConfig:
         norm=RMS,
         activation=activation_of(own("hidden_act", "silu")),
         gated=True,
+        kv_heads=own("num_key_value_heads", 8) if kind == "exaone4_5" else 0,
     )
     own.aside("tokens_per_second")  # of videos
     common = _common(own, 14)

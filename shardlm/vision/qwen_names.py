@@ -5,11 +5,9 @@ from shardlm.vision.tower import block_names, linear_names, norm_names
 
 BLOCK = "visual.blocks.{layer}."
 # Of feed-forward layers; of a merger its norm and its two products.
-FEED_FORWARD = {
-    "qwen2_vl": {"up": "mlp.fc1", "down": "mlp.fc2"},
-    "qwen2_5_vl": {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-}
-MERGER = dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ("ln_q", "mlp.0", "mlp.2"))
+GATED = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+FEED_FORWARD = {"qwen2_vl": {"up": "mlp.fc1", "down": "mlp.fc2"}, "qwen2_5_vl": GATED, "exaone4_5": GATED}
+MERGER = dict.fromkeys(FEED_FORWARD, ("ln_q", "mlp.0", "mlp.2"))
 OF_3 = {"up": "mlp.linear_fc1", "down": "mlp.linear_fc2"}
 MERGER_OF_3 = ("norm", "linear_fc1", "linear_fc2")
 
@@ -27,8 +25,9 @@ def qwen_names(config) -> Names:
         wo="attn.proj",
         **FEED_FORWARD.get(kind, OF_3),
     )
+    heads = {"q": tower.heads} | dict.fromkeys("kv", tower.kv_heads or tower.heads)
     for letter, end in (("w", "weight"), ("b", "bias")):
-        sizes = dict.fromkeys((f"tower.block.{letter}{of}" for of in "qkv"), tower.width)
+        sizes = {f"tower.block.{letter}{of}": count * tower.each for of, count in heads.items()}
         blocks |= fused(blocks, f"{BLOCK}attn.qkv.{end}", sizes)
     names = {
         "patches": Tensor("visual.patch_embed.proj.weight", "D C T Y X -> T Y X C D"),

@@ -8,6 +8,7 @@ from typing import Any
 from shardlm.vision.sight import Sight
 
 FAMILIES = {
+    "exaone4_5": "qwen",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
     "idefics3": "smolvlm",

@@ -20,7 +20,8 @@ from shardlm.vision.attending import Attending, Tiles, Windows
 
 @dataclasses.dataclass(frozen=True)
 class TowerConfig:
-    """width D, of which `heads` heads have head_dim each (0: D / heads); `gated` as layers/mlp.py's; bias: whether
+    """width D, of which `heads` heads have head_dim each (0: D / heads) and share kv_heads of keys and values (0: each
+    has its own); `gated` as layers/mlp.py's; bias: whether
     queries, keys and values have one, out_bias: what goes back, mlp_bias: feed-forward layers; scaled: whether each
     dimension has a factor on what attention and feed-forward layer add (https://arxiv.org/abs/2103.17239)."""
 
@@ -36,6 +37,7 @@ class TowerConfig:
     out_bias: bool = True
     mlp_bias: bool = True
     scaled: bool = False
+    kv_heads: int = 0
 
     @property
     def each(self) -> int:
@@ -88,24 +90,26 @@ class Tower(nnx.Module):
 
 
 class TowerBlock(nnx.Module):
-    """One layer: weights "attention_norm", "wq", "wk" and "wv" (D, N, H), "wo" (N, H, D), "mlp_norm", "gate" and "up"
-    (D, F), "down" (F, D), where it has biases "bq", "bk", "bv" (N, H), "bo" (D,), "gate_bias", "up_bias" (F,) and
-    "down_bias" (D,), and with factors "attention_scale" and "mlp_scale" (D,)."""
+    """One layer: weights "attention_norm", "wq" (D, N, H), "wk" and "wv" (D, K, H), "wo" (N, H, D), "mlp_norm", "gate"
+    and "up" (D, F), "down" (F, D), where it has biases "bq" (N, H), "bk" and "bv" (K, H), "bo" (D,), "gate_bias" and
+    "up_bias" (F,), "down_bias" (D,), and with factors "attention_scale" and "mlp_scale" (D,)."""
 
     def __init__(self, config: TowerConfig, params: Params):
         D, N, H, F = config.width, config.heads, config.each, config.mlp_dim
         self.config = config
         self.attention_norm, self.mlp_norm = (Norm(config.norm, D, params) for _ in range(2))
-        for letter in "qkv":
-            params.projection(self, f"w{letter}", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        K = config.kv_heads or N
+        heads = {"q": (N, "heads"), "k": (K, "kv_heads"), "v": (K, "kv_heads")}
+        for letter, (count, name) in heads.items():
+            params.projection(self, f"w{letter}", (D, count, H), ("embed", name, "head_dim"), normal(D**-0.5))
         params.projection(self, "wo", (N, H, D), ("heads", "head_dim", "embed"), normal(D**-0.5), into=2)
         into = ("gate", "up") if config.gated else ("up",)
         for name in into:
             params.projection(self, name, (D, F), ("embed", "mlp"), normal(D**-0.5))
         params.projection(self, "down", (F, D), ("mlp", "embed"), normal(F**-0.5))
         if config.bias:
-            for letter in "qkv":
-                setattr(self, f"b{letter}", params((N, H), ("heads", "head_dim"), constant(0.0)))
+            for letter, (count, name) in heads.items():
+                setattr(self, f"b{letter}", params((count, H), (name, "head_dim"), constant(0.0)))
         if config.out_bias:
             self.bo = params((D,), ("norm",), constant(0.0))
         if config.scaled:

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 import torch_saved
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch_saved import dictionary, integer, save, tensor, text
 
 import shardlm
@@ -19,6 +21,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Planned, holds_weights, write_folder
 from shardlm.serve.alike import digest
 from shardlm.torch_files import header
+from shardlm.torch_pickle import read
 from shardlm.weight_files import hold
 
 SAVED = pathlib.Path(__file__).parent / "torch_files"
@@ -132,6 +135,19 @@ def test_nothing_that_a_file_asks_for_is_run(tmp_path, content, message):
 def test_a_damaged_pickle_is_named(tmp_path, content):
     with pytest.raises(ShardlmError, match=r"x.bin: archive/data.pkl is damaged; download"):
         header(save(tmp_path / "x.bin", {"a": A}, content))
+
+
+VALID = dictionary({"a": tensor("0", "FloatStorage", 12, [3, 4], [4, 1]), "b": tensor("1", "HalfStorage", 2, [2], [1])})
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=60) | st.tuples(st.integers(0, len(VALID) - 1), st.binary(max_size=3)))
+def test_any_bytes_are_data_or_refused(change):
+    content = VALID[: change[0]] + change[1] + VALID[change[0] + 1 :] if isinstance(change, tuple) else change
+    try:
+        read(content, "x.bin")
+    except ShardlmError as error:
+        assert str(error).startswith("x.bin")
 
 
 @pytest.mark.parametrize(

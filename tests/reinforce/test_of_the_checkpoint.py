@@ -1,4 +1,5 @@
-"""What a run on rewards trains is what it samples with: the same tokens and the same rotation."""
+"""What a run on rewards trains is what it samples with: the same tokens and the same rotation; and all processes have
+the same prompts."""
 
 import json
 import pathlib
@@ -7,8 +8,10 @@ import pytest
 
 from shardlm.errors import ShardlmError
 from shardlm.models.pretrained import Pretrained
+from shardlm.reinforce import task
+from shardlm.reinforce.prompts import Prompt, digest
 from shardlm.reinforce.sampler import check_longest, check_rotation
-from shardlm.reinforce.task import tokenizer_of
+from shardlm.reinforce.task import check_alike, tokenizer_of
 from shardlm.tokenizer import train_bpe
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
@@ -40,3 +43,13 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path):
     for wrong in ("bpe:4096", str(tmp_path / "other")):
         with pytest.raises(ShardlmError, match=f"data.tokenizer={wrong} is another .* set data.tokenizer to .*own"):
             tokenizer_of(wrong, str(tmp_path / "own"))
+
+
+def test_other_prompts_on_another_host_are_refused(monkeypatch):
+    given = {"data.train": (Prompt("a", (1,), {"answer": 3}),), "data.validation": (Prompt("b", (2,), {}),)}
+    check_alike(given)
+    assert 0 <= digest(given["data.train"]) < 2**63
+    other = digest((Prompt("a", (1,), {"answer": 4}),))  # to which another reward would be given
+    monkeypatch.setattr(task, "of_all", lambda own: [own, own, other])
+    with pytest.raises(ShardlmError, match=r"data\.train: process 2 of 3 has other prompts than process 0; give all"):
+        check_alike(given)

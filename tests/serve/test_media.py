@@ -13,7 +13,7 @@ import pytest
 
 from shardlm.errors import ShardlmError
 from shardlm.serve import media, media_http
-from shardlm.serve.media import MediaRules, file_at, file_here
+from shardlm.serve.media import MediaRules, file_at, files_here
 from shardlm.vision.read import BadImage
 
 DATA = b"an image" * 100
@@ -76,12 +76,14 @@ def test_allowed_by_name_an_image_comes(server, port):
     assert fetch(f"http://127.0.0.1:{port}/to/http://localhost:{port}/to//a.png", HERE) == DATA
     headers = {name.lower(): value for name, value in server.asked[0][1].items()}
     assert headers["accept-encoding"] == "identity" and headers["user-agent"].startswith("shardlm/")
-    assert file_here(f"http://localhost:{port}/a.png", HERE) == DATA
+    urls = [f"http://localhost:{port}/{name}" for name in ("a.png", "none")] * 20
 
     async def waiting():
-        return file_here(f"http://localhost:{port}/a.png", HERE)  # where an event loop runs, as in notebooks
+        return files_here(urls, HERE)  # where an event loop runs, as in notebooks
 
-    assert asyncio.run(waiting()) == DATA
+    for found in (files_here(urls, HERE), asyncio.run(waiting())):
+        assert found[::2] == [DATA] * 20 and all(isinstance(one, BadImage) for one in found[1::2])
+    assert files_here([], HERE) == []
 
 
 def test_nothing_is_read_of_private_networks(server, port):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from engines import CONFIG, folder_of
 from flax.traverse_util import flatten_dict
-from small import mesh_of
 
 from shardlm.data.config import DataConfig
 from shardlm.layers.lora import LoraConfig
@@ -41,7 +40,8 @@ def made(folder, mesh: MeshSpec, tensor: int, precision: str = "fp32", lora: Lor
         grpo=GrpoConfig(("judge:it",), max_tokens=8, tensor=tensor, kv_cache_gib=0.001),
         train=TrainConfig(global_batch=8, seq_len=32),
     )
-    program = Program.make(config, mesh_of(mesh))
+    last = jax.devices()[-mesh.size(*mesh.sizes()) :]  # where nothing would be by default
+    program = Program.make(config, mesh.build(last))
     state = program.init(program.pretrained(), program.frozen())
     return state, Sampler.make(config, program.model, program.mesh)
 
@@ -67,7 +67,12 @@ def live() -> int:
 
 @pytest.mark.parametrize(
     ("mesh", "tensor", "precision"),
-    [(MeshSpec(data=2, fsdp=2), 1, "bf16"), (MeshSpec(fsdp=2, tensor=2), 2, "fp32")],
+    [
+        (MeshSpec(data=2, fsdp=2), 1, "bf16"),
+        (MeshSpec(fsdp=4), 2, "bf16"),
+        (MeshSpec(fsdp=2, tensor=2), 2, "fp32"),
+        (MeshSpec(tensor=4), 2, "fp32"),
+    ],
 )
 def test_copies_hold_what_is_trained_and_only_while_they_sample(folder, mesh, tensor, precision):
     state, sampler = made(folder, mesh, tensor, precision)

@@ -1,11 +1,13 @@
 """Reinforcement learning in several processes: each samples and judges its share, once, and what is learned is what one
 process learns; it resumes bit for bit, and an error of a reward in one ends all."""
 
+import dataclasses
 import json
 import pathlib
 
 import pytest
 import tiny_run
+from engines import CONFIG as MODEL
 from engines import folder_of
 from ports import free_port
 from test_reinforced_run import CONFIG, LOGGED, logged
@@ -20,13 +22,14 @@ def thirds(prompts, completions, completion_ids, wanted, **columns):
         file.write(f"{os.getpid()} {len(prompts)}\\n")
     return [sum(token % 3 == rest for token in ids) / 12 for ids, rest in zip(completion_ids, wanted)]
 """
-STEPS = "train.steps=6"
+# Each process compiles for itself: few programs of few layers.
+SMALL = ("train.global_batch=8", "grpo.group_size=4", "train.seq_len=24", "train.steps=4")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> pathlib.Path:
     home = tmp_path_factory.mktemp("reinforced")
-    folder_of(home / "hf")
+    folder_of(home / "hf", 0, dataclasses.replace(MODEL, num_layers=1))
     prompts = [{"prompt": text, "wanted": 0} for text in ("name", "age", "tags", "true", "x", "12")]
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     (home / "judge.py").write_text(JUDGE)
@@ -56,14 +59,14 @@ def judged(home, monkeypatch) -> pathlib.Path:
 
 
 def test_two_processes_learn_what_one_learns(home, judged):
-    done = tiny_run.train(home / "config.py", f"run_dir={home}/one", STEPS)
+    done = tiny_run.train(home / "config.py", f"run_dir={home}/one", *SMALL)
     assert done.returncode == 0, done.stderr
     judged.unlink()
-    said, statuses = two_processes(home, "two", STEPS)
+    said, statuses = two_processes(home, "two", *SMALL)
     assert statuses == [0, 0], said
     assert "sampled by 2 copies over 1 devices each, of 2 processes" in said[0] and "sampled by" not in said[1]
     one, two = steps_of(home / "one"), steps_of(home / "two")
-    assert len(one) == 6
+    assert len(one) == 4
     for name in LOGGED:
         assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-5, abs=1e-6), name
     assert [line["reward"] for line in one] == [line["reward"] for line in two]  # the same replies
@@ -71,12 +74,12 @@ def test_two_processes_learn_what_one_learns(home, judged):
     assert validated[0][0]["validation_reward"] == pytest.approx(validated[1][0]["validation_reward"])
     calls = [line.split() for line in judged.read_text().splitlines()]
     counts = {pid: sum(int(count) for own, count in calls if own == pid) for pid, _ in calls}
-    assert sorted(counts.values()) == [3 * 8 + 3] * 2  # of each 3 batches of 2 prompts, and of 6 validation prompts
+    assert sorted(counts.values()) == [2 * 4 + 3] * 2  # of 2 batches of 2 prompts, and of 6 validation prompts
 
 
 @pytest.mark.wide
 def test_two_processes_go_on_between_two_updates(home, judged):
-    flags = ("lora.rank=4", "grpo.beta=0.05")
+    flags = (*SMALL[:-1], "lora.rank=4", "grpo.beta=0.05")
     for run, ends in (("whole", (6,)), ("stopped", (3, 6))):
         for steps in ends:
             said, statuses = two_processes(home, run, f"train.steps={steps}", *flags)
@@ -93,6 +96,6 @@ def test_two_processes_go_on_between_two_updates(home, judged):
 @pytest.mark.wide
 def test_an_error_of_a_reward_ends_all_with_its_message(home, judged, monkeypatch):
     monkeypatch.setenv("FAILS", "age")  # which one process alone is given
-    said, statuses = two_processes(home, "failed", STEPS)
+    said, statuses = two_processes(home, "failed", *SMALL)
     assert statuses == [1, 1], said
     assert all("the reward thirds ended with KeyError: 'no such answer'" in text for text in said), said

@@ -58,6 +58,7 @@ def test_the_reward_rises_and_what_samples_is_what_is_trained(home):
     done = tiny_run.train(home / "config.py")
     assert done.returncode == 0, done.stderr
     assert "rewards: thirds; 6 prompts to train on, 6 to validate" in done.stdout
+    assert "compiling what samples: 2 copies over 1 devices each\n" in done.stdout
     assert "sampled by 2 copies over 1 devices each" in done.stdout and "validation reward" in done.stdout
     steps = [line for line in logged(home / "run") if "reward" in line]
     first, second = steps[::2], steps[1::2]  # the first update with the same replies, and the second

@@ -1,4 +1,4 @@
-"""Small random checkpoints of Qwen's families that see, and what transformers is given of images."""
+"""Small random checkpoints of families with Qwen's encoders, and what transformers is given of images."""
 
 import pathlib
 from collections.abc import Sequence
@@ -29,15 +29,16 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OF_2_5 = {"hidden_size": 48, "intermediate_size": 56, "out_hidden_size": 32, "window_size": 16}
+OF_2_5 |= OF_ALL | {"fullatt_block_indexes": [1, 3]}
 # model_type -> (class of its configuration, options of the text beside TEXT, vision_config)
 FAMILIES = {
     "qwen2_vl": ("Qwen2VL", {}, OF_ALL | {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 32}),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        {},
-        OF_ALL
-        | {"hidden_size": 48, "intermediate_size": 56, "out_hidden_size": 32, "window_size": 16}
-        | {"fullatt_block_indexes": [1, 3]},
+    "qwen2_5_vl": ("Qwen2_5_VL", {}, OF_2_5),
+    "exaone4_5": (
+        "Exaone4_5_",
+        {"model_type": "exaone4", "head_dim": 8, "sliding_window": 16, "sliding_window_pattern": 2},
+        OF_2_5 | {"num_heads": 6, "num_key_value_heads": 2},
     ),
     "qwen3_vl": ("Qwen3VL", {"head_dim": 8}, OF_3 | {"deepstack_visual_indexes": [0, 2]}),
     "qwen3_vl_moe": ("Qwen3VLMoe", {"head_dim": 8, **EXPERTS}, OF_3 | {"deepstack_visual_indexes": [1]}),
@@ -56,7 +57,8 @@ def folder_of(kind: str, path: pathlib.Path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     name, own, vision = FAMILIES[kind]
     ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
-    text = {**TEXT, **own, "rope_parameters": dict(MROPE)}
+    rope = dict(MROPE) if kind != "exaone4_5" else {"rope_theta": 10_000.0, "rope_type": "default"}
+    text = {**TEXT, **own, "rope_parameters": rope}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=dict(vision), **ids)
     model = drawn(getattr(transformers, f"{name}ForConditionalGeneration")(config))
     with torch.no_grad():

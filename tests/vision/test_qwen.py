@@ -54,9 +54,11 @@ def test_vectors_on_a_mesh(made):
 
 def test_sight(made):
     path, _ = made
-    sight = sight_of(path, json.loads((path / "config.json").read_text()))
+    config = json.loads((path / "config.json").read_text())
+    sight = sight_of(path, config)
     picture = sight.prepare(noise(40, 40))
-    assert (sight.token, sight.vector, sight.merged, sight.axes, sight.whole) == (IMAGE, IMAGE, 4, True, False)
+    assert (sight.token, sight.vector, sight.merged, sight.whole) == (IMAGE, IMAGE, 4, False)
+    assert sight.axes == (config["model_type"] != "exaone4_5")
     assert sight.tokens(picture) == [IMAGE] * 25 and sight.sizes[-1] == 256
 
 

@@ -168,6 +168,7 @@ def test_files_that_are_cut_off_or_changed(kind):
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of PNG"),  # which Pillow would run Ghostscript on
         ("https://example.com/a.png", "address is 'https://example.com/a.png'; it is data:image/png;base64"),
         ("data:image/svg+xml,<svg/>", "must be in base64"),
+        ("data:" + ";" * 1000 + ";base64,aGk=", "address is 'data:;;;;"),
         ("data:image/png;base64,%%%", "is not in base64"),
         ("data:image/png;base64,abc", "is not in base64"),
         (7, "an image is a int; give a PIL.Image"),

@@ -145,7 +145,8 @@ class _About:
         return await self.health(request)
 
     async def metrics(self, request: Request) -> Response:
-        text = self._service.metrics.text(self._service.llm.stats())
+        llm = self._service.llm
+        text = self._service.metrics.text(llm.stats(), llm.images)
         return Response(text, media_type=metrics.TYPE)
 
     async def load(self, request: Request) -> Response:

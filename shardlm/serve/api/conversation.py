@@ -25,7 +25,9 @@ async def prompt(
     if not messages:
         raise ApiError("messages is empty; give at least one, such as one from the user", param="messages")
     if llm.images and not sees and any(map(has_images, messages)):
-        raise ApiError("messages has images, which are read in chats alone; leave them out here", param="messages")
+        raise ApiError(
+            "messages has images, which are read in chats and embeddings; leave them out here", param="messages"
+        )
     form["token"] = token_of(llm) if sees else ""
     try:
         # Long conversations take a while: the event loop stays free for the streams.

@@ -7,6 +7,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from shardlm.serve.images import Images
 from shardlm.serve.outputs import RequestOutput, SpeculationStats, Stats
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,9 +57,19 @@ class Metrics:
         self.finished: Counter[str] = Counter()  # replies by what ended them
         self.ignored_fields = 0
 
-    def text(self, stats: Stats) -> str:
-        """All of it, as Prometheus reads it."""
-        return "\n".join([*self._engine(stats), *self._requests(), *self._histograms()]) + "\n"
+    def text(self, stats: Stats, images: Images | None = None) -> str:
+        """All of it, as Prometheus reads it. `images`: of a model that sees."""
+        own = [*self._engine(stats), *self._requests(), *self._histograms()]
+        return "\n".join([*own, *(self._images(images) if images else ())]) + "\n"
+
+    def _images(self, images: Images) -> Iterator[str]:
+        counted = {
+            "queries": (images.asked, "Images of requests."),
+            "hits": (images.found, "Those of them that were prepared already, for an earlier request."),
+        }
+        for name, (count, meaning) in counted.items():
+            yield from head(f"vllm:mm_cache_{name}_total", "counter", meaning)
+            yield f"vllm:mm_cache_{name}_total{{{self._labels}}} {count}"
 
     def _engine(self, stats: Stats) -> Iterator[str]:
         each = stats.replicas or (stats,)

@@ -2,16 +2,21 @@
 the last token of each."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from shardlm.serve.api import conversation
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.images import pictures_of
 from shardlm.serve.api.protocol import PooledRequest, prompts_of
 from shardlm.serve.api.sampling import check_order
 from shardlm.serve.api.service import Call, Service
+from shardlm.serve.image_places import encoded
 from shardlm.serve.request import check_prompt
+from shardlm.vision.picture import Picture
 
 
 async def pooled(call: Call, request: PooledRequest) -> tuple[list[np.ndarray], int]:
@@ -24,6 +29,7 @@ async def pooled(call: Call, request: PooledRequest) -> tuple[list[np.ndarray], 
         prompts, special = prompts_of(request.input, "input"), request.add_special_tokens is not False
     else:
         prompts, special = [await _chat(call, request)], bool(request.add_special_tokens)
+        options["pictures"] = await pictures_of(call, request.messages)
     return await vectors_of(call, prompts, request.truncate_prompt_tokens, special, **options)
 
 
@@ -31,9 +37,8 @@ async def _chat(call: Call, request: PooledRequest) -> str:
     if request.chat_template is not None:
         raise ApiError("chat_template is not supported; the model's own is used", param="chat_template")
     form = conversation.form_of(request) | {"add_generation_prompt": bool(request.add_generation_prompt)}
-    return await conversation.prompt(
-        call.service.llm, request.messages, None, options=request.chat_template_kwargs, **form
-    )
+    form |= {"options": request.chat_template_kwargs, "sees": True}
+    return await conversation.prompt(call.service.llm, request.messages, None, **form)
 
 
 async def vectors_of(
@@ -43,29 +48,45 @@ async def vectors_of(
     special: bool = True,
     priority: int = 0,
     salt: str = "",
+    pictures: Sequence[Picture] | None = None,
 ) -> tuple[list[np.ndarray], int]:
     """(what the model makes of each prompt, float32 [D]; their tokens together). `truncate`: the last so many tokens of
-    each, -1 for as many as the model has room for. `special`: texts get what stands at the ends of documents. Raises
-    ApiError, ShardlmError, EngineError."""
+    each, -1 for as many as the model has room for. `special`: texts get what stands at the ends of documents.
+    `pictures`: of the only prompt, which is a chat's. Raises ApiError, ShardlmError, EngineError."""
     service, llm = call.service, call.service.llm
     service.admit(len(prompts), 1)
     service.unanswered += len(prompts)
     call.stack.callback(lambda: _answered(service, len(prompts)))
     keep = _kept(truncate, llm.max_model_len)
     encode = llm.tokenizer.encode_prompt if special else llm.tokenizer.encode
+    if pictures is not None:
+        token = conversation.token_of(llm)
+        encode = functools.partial(encoded, token=token, tokenizer=llm.tokenizer, encode=encode)
     read = [
         await conversation.tokens(service, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts
     ]
     ids = [one[-keep:] for one in read]
     for one in ids:
         check_prompt(one, llm.tokenizer.vocab_size)
-    tasks = [asyncio.ensure_future(llm.pool(one, call.adapter, priority=priority, salt=salt)) for one in ids]
+    asked, total = await _with_images(call, ids[0], pictures, keep) if pictures else (ids, sum(map(len, ids)))
+    tasks = [asyncio.ensure_future(llm.pool(one, call.adapter, priority=priority, salt=salt)) for one in asked]
     try:
         vectors = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    return vectors, sum(map(len, ids))
+    return vectors, total
+
+
+async def _with_images(
+    call: Call, ids: Sequence[int], pictures: Sequence[Picture], keep: int
+) -> tuple[list[dict[str, Any]], int]:
+    """(the only prompt, how many tokens it has). Raises ApiError, ShardlmError."""
+    if keep:
+        message = "truncate_prompt_tokens of a prompt with images could leave half of one; leave it out"
+        raise ApiError(message, param="truncate_prompt_tokens")
+    whole, _ = await asyncio.to_thread(call.service.llm.images.placed, ids, pictures)
+    return [{"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}], len(whole)
 
 
 def _answered(service: Service, prompts: int) -> None:

@@ -153,6 +153,9 @@ class FakeLLM:
 
     async def pool(self, token_ids, lora_request=None, *, priority=0, salt=""):
         await asyncio.sleep(0)
+        if given := images_of(token_ids):
+            token_ids, pictures = with_images(self.images, token_ids["prompt_token_ids"], given, self.max_model_len)
+            self.pictures.append(pictures)
         self.pooled.append((self.tokenizer.decode(token_ids, skip_special=False), priority, salt))
         return np.array([3.0 * len(token_ids), 0.0, -4.0 * len(token_ids), 0.0], np.float32)
 

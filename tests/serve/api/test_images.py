@@ -173,15 +173,18 @@ def test_a_model_that_reads_text_says_which_ones_see():
     ):
         response = client.post(path, body)
         assert response.status_code == 400 and models in response.text and "this model reads text" in response.text
+    assert "mm_cache" not in client.get("/metrics").text
     assert not client.llm.seen and "capabilities" not in client.get("/v1/models").text
     assert "vision" not in client.post("/api/show", {"model": "fake"}).json()["capabilities"]
 
 
 def test_images_where_texts_alone_are_read(client):
     body = {"messages": user(part(ONE))}
-    for path in ("/tokenize", "/v1/embeddings", "/pooling"):
-        told = error(client.post(path, body), 400)
-        assert "messages has images, which are read in chats alone" in told["message"] and told["param"] == "messages"
+    told = error(client.post("/tokenize", body), 400)
+    assert "messages has images, which are read in chats and embeddings" in told["message"]
+    assert told["param"] == "messages"
+    told = error(client.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 5}), 400)
+    assert told["param"] == "truncate_prompt_tokens" and not client.llm.pooled
     told = error(client.post(CHAT, {**body, "truncate_prompt_tokens": 5}), 400)
     assert "truncate_prompt_tokens=5 of a prompt with images" in told["message"]
     told = error(client.post(CHAT, {**body, "use_beam_search": True, "n": 2, "temperature": 0}), 400)
@@ -203,6 +206,16 @@ def test_words_cannot_take_the_place_of_an_image(client, count):
     shown, [*pictures] = client.llm.seen[-1][0], client.llm.pictures[-1]
     assert len(pictures) == count and shown.count(PAD) == 2 + 6 * count and f"a{PAD}" in shown
     assert f"{PAD} {WHOLE * count}" in shown
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_embeddings(client, path):
+    """As vLLM's, of what models of both are made for."""
+    answer = client.post(path, {"messages": user(text(f"a {PAD}"), part(ONE)), "normalize": False}).json()
+    shown, [placed] = client.llm.pooled[-1][0], client.llm.pictures[-1]
+    assert f"user\na {PAD}{WHOLE}<|im_end|>" in shown and placed.picture.grid == (2, 3)
+    assert answer["usage"]["prompt_tokens"] == answer["data"][0].get("embedding", answer["data"][0].get("data"))[0] / 3
+    assert client.post(path, {"messages": user(text("a"))}).status_code == 200 and len(client.llm.pictures) == 1
 
 
 def test_a_template_of_texts_has_the_token_before_them():
@@ -237,6 +250,9 @@ def test_an_image_that_comes_again_is_prepared_once():
     for _ in range(3):
         assert client.post(CHAT, {"messages": user(part(ONE), part(TWO), part(ONE))}).status_code == 200
     assert len(llm.prepared) == 2
+    told = client.get("/metrics").text
+    assert 'vllm:mm_cache_queries_total{model_name="fake",engine="0"} 9\n' in told
+    assert 'vllm:mm_cache_hits_total{model_name="fake",engine="0"} 7\n' in told
     spaced = {"type": "image_url", "image_url": {"url": data_url(ONE).replace("image/png", "image/PNG;a=b")}}
     client.post(CHAT, {"messages": user(spaced)})
     assert len(llm.prepared) == 2
@@ -319,7 +335,8 @@ def test_of_what_is_prompts_in_memory(llm):
     with pytest.raises(ShardlmError, match="this model reads text, and the prompt has 1 images; images are read by"):
         images.with_images(None, ids, [ONE], 100)
     assert images.images_of({"prompt": "a", "multi_modal_data": {"image": ONE}}) == (ONE,)
-    assert images.images_of({"prompt": "a", "multi_modal_data": {}}) == images.images_of("a") == ()
+    for none in ({}, {"image": None}, {"image": ()}, None):
+        assert images.images_of({"prompt": "a", "multi_modal_data": none}) == images.images_of("a") == ()
     for wrong in ({"video": 1}, [ONE]):
         with pytest.raises(ShardlmError, match=r'multi_modal_data has .*; it is {"image": one or a list}'):
             images.images_of({"prompt": "a", "multi_modal_data": wrong})

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import io
 import json
 import shutil
 import signal
@@ -11,10 +12,13 @@ import threading
 import urllib.request
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 from fake_llm import FakeLLM
+from PIL import Image
 from replicas import SSE, Rude, client_of, metrics_of, routing, serving, two
+from seeing_llm import SeeingLLM, data_url
 from sockets import made_certificate, until
 
 from shardlm.errors import ShardlmError
@@ -362,3 +366,21 @@ def test_a_replica_that_never_answered_is_said_once(caplog):
         "replica http://a:1 takes no requests yet: /health 404, /ready 404: Not Found",
         "replica http://a:1 takes requests",
     ]
+
+
+def test_images_of_ten_megabytes():
+    """Through both limits of bodies, to the replica that has the conversation."""
+    pixels = np.random.default_rng(0).integers(0, 256, (1750, 1900, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", compress_level=0)
+    assert 9.9e6 < file.tell() < 10e6
+    image = {"type": "image_url", "image_url": {"url": data_url(file.getvalue())}}
+    llms = SeeingLLM(max_model_len=40_000), SeeingLLM(max_model_len=40_000)
+    with two(*llms) as (routed, *_), client_of(routed) as client:
+        messages = [{"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]}]
+        for count in (1, 2, 3):
+            whole = client.chat.completions.create(model="fake", messages=messages)
+            messages += [{"role": "assistant", "content": whole.choices[0].message.content}, *USER]
+            assert whole.usage.prompt_tokens > 109 * 118 and max(len(llm.seen) for llm in llms) == count
+        assert sorted(len(llm.prepared) for llm in llms) == [0, 1]
+        assert client.models.retrieve("fake").capabilities["vision"]
