@@ -13,7 +13,7 @@ from shardlm.vision.encoder import Encoder
 from shardlm.vision.picture import Picture
 from shardlm.vision.registry import sight_of
 
-CLOSE = 1e-4  # of the largest number, float32: two orders of sums through a few layers
+CLOSE = 2e-5  # of the largest number, float32; measured at most 3.9e-6
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
