@@ -36,8 +36,8 @@ def written(model, folder: pathlib.Path, tokens: dict[str, int], **files: dict) 
 
 
 def lively(model):
-    """`model` of transformers with weights that make a difference: as they begin, layers add a thousandth, and norms and
-    factors are one."""
+    """`model` of transformers with weights that make a difference: as they begin, layers add a thousandth, and norms
+    and factors are one."""
     import torch
 
     for name, a in (*model.named_parameters(), *model.named_buffers()):

@@ -3,6 +3,7 @@ opens, text and eyes."""
 
 import json
 
+import numpy as np
 import pytest
 from served import with_tokenizer
 
@@ -98,8 +99,6 @@ CASES = {  # config, special tokens, what prepares images, layers, (vectors of a
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_published_checkpoint_opens(name, tmp_path):
-    import numpy as np
-
     config, tokens, prepared, text_layers, vectors, layers = CASES[name]
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(prepared))
     with_tokenizer(tmp_path, 200, tokens)
