@@ -2,6 +2,7 @@
 
 python -m launch.generate --checkpoint=runs/tiny --prompt='def '
 python -m launch.generate --checkpoint=FOLDER --chat --prompt='What is a mesh?' --system='Answer in one line.'
+python -m launch.generate --checkpoint=FOLDER --chat --image=photo.jpg --prompt='What is this?'
 python -m launch.generate --checkpoint=runs/tiny/checkpoints/400 --prompt='class ' --temperature=0 --max_new_tokens=64
 """
 
@@ -23,9 +24,13 @@ _SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same text.")
 _TENSOR = flags.DEFINE_integer("tensor", 1, "Devices to split the model over.", lower_bound=1)
 _CHAT = flags.DEFINE_bool("chat", False, "The prompt is a user's message: apply the checkpoint's chat template.")
 _SYSTEM = flags.DEFINE_string("system", "", "With --chat, a message from the system before it.")
+_IMAGE = flags.DEFINE_multi_string(
+    "image", [], "With --chat, a file or an address of an image that the message has before its words; may be repeated."
+)
 _EMA = flags.DEFINE_bool("ema", False, "Use the averaged weights (optim.ema_decay).")
 
 
+LONGEST = 16_384  # tokens of a chat with images
 # What users of transformers, vLLM and the LM Evaluation Harness may call flags of this command.
 OTHER_NAMES = {
     "model": "checkpoint",
@@ -39,6 +44,8 @@ OTHER_NAMES = {
 def main() -> int:
     if not _CHECKPOINT.value or not _PROMPT.value:
         raise ShardlmError("--checkpoint=RUN_DIR and --prompt=TEXT are needed")
+    if _IMAGE.value:
+        return answer_with_images()
     from launch.devices import prepare_for
     from shardlm.generate import Sampling, stream
     from shardlm.mesh import MeshSpec
@@ -67,6 +74,34 @@ def main() -> int:
     print()
     if room < min(_MAX_NEW_TOKENS.value, pieces):  # the last piece is no token's
         print(f"ended at the {found.longest} positions that the model was made for", file=sys.stderr)
+    return 0
+
+
+def answer_with_images() -> int:
+    """Prints what the model says to a message with images."""
+    if not _CHAT.value or _EMA.value:
+        raise ShardlmError("--image is a part of a chat's message to a checkpoint as it is: add --chat, and no --ema")
+    from launch.devices import prepare_for
+
+    prepare_for(_CHECKPOINT.value, _TENSOR.value)
+    import jax
+
+    from shardlm import LLM, SamplingParams
+    from shardlm.opened import describe
+
+    length = min(describe(_CHECKPOINT.value).longest or LONGEST, LONGEST)
+    sizes = {"max_model_len": length, "max_num_seqs": 1, "tensor_parallel_size": _TENSOR.value}
+    if jax.default_backend() == "cpu":
+        sizes["kv_cache_bytes"] = 2**36  # as many pages as one request has are made
+    addresses = [path if ":" in path else pathlib.Path(path).resolve().as_uri() for path in _IMAGE.value]
+    images = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
+    content = [*images, {"type": "text", "text": _PROMPT.value}]
+    system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
+    llm = LLM(_CHECKPOINT.value, **sizes, allowed_local_media_path="/")
+    how = {"max_tokens": _MAX_NEW_TOKENS.value, "temperature": _TEMPERATURE.value, "seed": _SEED.value}
+    params = SamplingParams(**how, top_k=_TOP_K.value, top_p=_TOP_P.value)
+    [output] = llm.chat([*system, {"role": "user", "content": content}], params, use_tqdm=False)
+    print(output.outputs[0].text)
     return 0
 
 

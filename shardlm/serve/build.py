@@ -163,7 +163,8 @@ def assemble(
     del params  # the stages have their own, and pages want the room
     draft = draft.within(first.stages[-1]) if draft else None
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
-    sizes, *beside = sizes_of(model, draft, places, length, config)
+    seen = {"seen": functools.partial(eyes.buffer_bytes, length)} if eyes else {}
+    sizes, *beside = sizes_of(model, draft, places, length, config, **seen)
     prefill = choose(config.prefill_attention, model, config.deterministic)
     sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=prefill.in_parts)
     few_bits = few_bits_of(model.config, model.execution.weights, model.execution.few_bits)

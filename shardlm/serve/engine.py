@@ -24,7 +24,7 @@ from shardlm.serve.pooling import Pooling
 from shardlm.serve.recovery import Recovery
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
 from shardlm.serve.reply_form import FREE, FormCompiler, ReplyForm
-from shardlm.serve.request import Request, check_prompt
+from shardlm.serve.request import Request, check_prompt, check_room
 from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.scheduler import Scheduler
@@ -109,7 +109,9 @@ class Engine:
         if id in self._groups:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
         number, salt = self.adapters.of(adapter).number, self.adapters.salted(salt, adapter)
-        check_pictures(self.sight, pictures, params)
+        if pictures:
+            check_room(len(prompt), params.max_tokens, self.max_model_len)
+            check_pictures(self.sight, pictures, params)
         options = {"priority": priority, "salt": salt, "adapter": number, "pictures": pictures}
         options["turns"] = turns_of(self.sight, len(prompt), pictures)
         form = form or self.compile_form(params)

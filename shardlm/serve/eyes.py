@@ -45,6 +45,10 @@ class Eyes:
         """Of the program for an image of so many."""
         return next(size for size in self.sight.sizes if size >= patches)
 
+    def buffer_bytes(self, max_model_len: int, max_batch_tokens: int) -> int:
+        """Of the buffer, on each device."""
+        return places_of(max_model_len, max_batch_tokens) * self.width * self.encoder.execution.dtype.itemsize
+
     def on(self, mesh: Mesh) -> "Eyes":
         """With weights on the devices of a mesh."""
         return dataclasses.replace(self, params=jax.device_put(self.params, NamedSharding(mesh, PartitionSpec())))
@@ -52,7 +56,7 @@ class Eyes:
     def fitted(self, sizes: RunnerConfig, drafts: int) -> tuple["Eyes", RunnerConfig]:
         """With room for the images of any prompt, and of what a few batches read. Raises ShardlmError where a chunk
         would have to be longer than a batch."""
-        places = max(sizes.max_model_len, 4 * sizes.max_batch_tokens)
+        places = places_of(sizes.max_model_len, sizes.max_batch_tokens)
         room = sizes.max_batch_tokens - sizes.max_rows * (1 + drafts)
         if self.sight.whole and (most := self.sight.sizes[-1] // self.sight.merged) > room:
             raise ShardlmError(
@@ -63,7 +67,12 @@ class Eyes:
         in_parts = sizes.in_parts and not self.sight.whole
         whole = {"image_places": places, "whole_images": self.sight.whole, "in_parts": in_parts}
         sizes = dataclasses.replace(sizes, **whole)
-        return dataclasses.replace(self, places=places), sizes
+        return dataclasses.replace(self, places=places, sight=self.sight.up_to(sizes.max_model_len)), sizes
+
+
+def places_of(max_model_len: int, max_batch_tokens: int) -> int:
+    """Of the buffer of vectors."""
+    return max(max_model_len, 4 * max_batch_tokens)
 
 
 def sized(eyes: Eyes | None) -> dict[str, Any]:

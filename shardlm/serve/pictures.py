@@ -13,8 +13,6 @@ from shardlm.vision.sight import Sight
 
 def check_pictures(sight: Sight | None, pictures: Sequence[Placed], params: SamplingParams) -> None:
     """Raises ShardlmError for images that the model cannot be shown."""
-    if not pictures:
-        return
     if sight is None:
         raise ShardlmError("the prompt comes with images, and this model reads text; leave them out")
     if params.truncate_prompt_tokens:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -28,20 +28,27 @@ from shardlm.state import ModelDef, cache_entries
 
 log = logging.getLogger(__name__)
 STAGE_AXES = ("expert", "tensor")  # over which the devices of one stage of one replica differ
+CHUNK_TOKENS = {True: 512, False: 2048}  # of prompts in a step, on a CPU or not
 ALLOCATED = 0.95  # of a GPU's memory; jax takes 0.75 unless told, and CUDA, NCCL and cuBLAS need some besides
 
 
 def sizes_of(
-    model: ModelDef, draft: DraftModel | None, places: Sequence[Place], length: int, config: EngineConfig
+    model: ModelDef,
+    draft: DraftModel | None,
+    places: Sequence[Place],
+    length: int,
+    config: EngineConfig,
+    seen: Callable[[int], int] = lambda tokens: 0,
 ) -> tuple[RunnerConfig | PageLayout, ...]:
     """(the sizes of a replica's programs, the page layout of the layers that draft, where there are any), once the
-    weights are on the devices."""
+    weights are on the devices. `seen`: what images take of each device beside, of the tokens of a batch."""
     stages = [stage for place in places for stage in place.stages]
     cpu = stages[0].mesh.devices.flat[0].platform == "cpu"
     layouts = layouts_of(model, draft, length, config.block_size, config.decoded, config.drafts)
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
     each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
-    rooms = None if cpu else [free_bytes(stage.mesh, config) for stage in stages]
+    beside = seen(config.max_num_batched_tokens or CHUNK_TOKENS[False])
+    rooms = None if cpu else [free_bytes(stage.mesh, config) - beside * stage.mesh.devices.size for stage in stages]
     check_host(config.kv_offloading_size)
     slots = [request_bytes(stage.model, stage.layout(layouts[0])) for stage in places[0].stages]
     slots[-1] += request_bytes(draft.model, layouts[1]) if draft else 0
@@ -63,7 +70,7 @@ def sized(
     if config.kv_cache_bytes or cpu:  # which stands for all stages of a replica
         rooms, each, slots = [(config.kv_cache_bytes or 2**30) // replicas], [sum(each)], [sum(slots)]
     rows = config.max_num_seqs or rows_beside(slots, rooms, 32 if cpu else 256)
-    tokens = max(config.max_num_batched_tokens or (512 if cpu else 2048), rows * (1 + config.drafts) + 1)
+    tokens = max(config.max_num_batched_tokens or CHUNK_TOKENS[cpu], rows * (1 + config.drafts) + 1)
     usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
     bundles = bundles_of(each, config.kv_offloading_size / replicas) if config.kv_offloading_size else 0
     snapshots = snapshots_beside(slots, rows, rooms, length) if config.enable_prefix_caching else 0

@@ -2,6 +2,7 @@
 its vectors into the text's width. Families say what it is made of (`Seeing`). Its weights are whole on each device."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -99,3 +100,11 @@ class Encoder:
         are any.
         """
         return nnx.merge(self.graph, params)(inputs, count, self.execution)
+
+
+def parameters_of(config: Seeing) -> int:
+    """How many an encoder has. Needs no devices."""
+    rules = Rules.make("replicated", MeshSpec())
+    with jax.sharding.use_abstract_mesh(MeshSpec().abstract()):
+        state = nnx.state(nnx.eval_shape(lambda: config.module(Params(None, rules))))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.to_pure_dict(state)))

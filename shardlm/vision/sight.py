@@ -41,6 +41,11 @@ class Sight:
     whole: bool = False
     joins: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
+    def up_to(self, vectors: int) -> "Sight":
+        """With programs for images of so many vectors, and no longer ones than that takes."""
+        enough = next((size for size in self.sizes if size >= vectors * self.merged), self.sizes[-1])
+        return dataclasses.replace(self, sizes=tuple(size for size in self.sizes if size <= enough))
+
     def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
         """A prompt with all tokens of its pictures (picture.py's `expanded`)."""
         return expanded(ids, pictures, self.token, self.vector, self.tokens, self.joins)

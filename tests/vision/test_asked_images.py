@@ -11,6 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 import test_served_images as served_images
+from commands import run
 from PIL import Image
 from seeing import noise
 from served import asked, replies
@@ -223,3 +224,24 @@ def test_more_images_than_memory_has_room_for(llm, monkeypatch):
     with pytest.raises(ShardlmError, match=r"image 1 of 1: .*none of PNG"):
         llm.generate(broken, GREEDY)
     assert not waiting
+
+
+def test_the_command_line(family, llm, tmp_path):
+    """`python -m launch.generate --image`; what it says, without special tokens, is the engine's."""
+    path = tmp_path / "a picture.png"
+    path.write_bytes(file(FIRST))
+    own = (f"--checkpoint={family.folder}", "--prompt=t20 t21", f"--image={path}")
+    flags = ("--temperature=0", "--max_new_tokens=6")
+    found = run("launch.generate", *own, "--chat", *flags)
+    [expected] = llm.chat(
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(FIRST)}}, words("t20 t21")]}],
+        SamplingParams(temperature=0, max_tokens=6),
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == expected.outputs[0].text.strip()
+    refused = run("launch.generate", *own, *flags)
+    assert refused.returncode == 1 and "add --chat" in refused.stderr
+
+
+def words(text):
+    return {"type": "text", "text": text}

@@ -23,6 +23,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.images import Seen, seen_of
 from shardlm.plan.serving.mix import Mix, made_up
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.published_weights import as_published, kinds_of, not_published
@@ -43,6 +44,7 @@ class ServedModel:
     longest  positions that the model was made for; 0: not said
     mtp      those modules, where it has any
     folder   of a checkpoint in few bits, whose config.json at least is there; "": it is none
+    seen     what it sees by, where it does
     """
 
     name: str
@@ -51,6 +53,7 @@ class ServedModel:
     longest: int
     mtp: MtpConfig | None = None
     folder: str = ""
+    seen: Seen | None = None
 
     @classmethod
     def of_config(cls, config: RunConfig, name: str = "") -> "ServedModel":
@@ -74,7 +77,8 @@ class ServedModel:
         few = str(folder) if supported(options) else ""
         name = folder.name if given == path else given.name
         longest = registry.longest(options)
-        return cls(name or str(given), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few)
+        seen = seen_of(folder, options, shape.embed_dim)
+        return cls(name or str(given), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few, seen)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from shardlm.ops.chunk_attention import block_positions
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
+from shardlm.plan.serving.images import bytes_of
 from shardlm.plan.serving.mix import Mix
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.plan.sketch import Described
@@ -28,7 +29,7 @@ from shardlm.rules import Rules
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.layers import apart
 from shardlm.serve.memories import refuse, request_bytes
-from shardlm.serve.pool_size import ALLOCATED, page_bytes, room_beside, sized
+from shardlm.serve.pool_size import ALLOCATED, CHUNK_TOKENS, page_bytes, room_beside, sized
 from shardlm.serve.prefill import Prefill, chosen
 from shardlm.serve.programs import SCORED_AT_ONCE
 from shardlm.serve.runner_config import RunnerConfig
@@ -61,6 +62,7 @@ class StageMemory:
     weights, pages, slots  exactly what the engine allocates, with what is kept for drafts
     memories      the same of what layers of linear attention remember texts by
     draft         of the weights, those of layers that draft
+    encoder       of the weights, those that images are read by
     decode        temporaries of its largest decode program, estimated
     prefill       the same of the program of prompts that needs most
     prefill_key   and which that is, as the runner names it: kind, (rows, tokens of a row)
@@ -77,6 +79,7 @@ class StageMemory:
     page: int
     memories: int = 0
     draft: int = 0
+    encoder: int = 0
 
     @property
     def held(self) -> int:
@@ -172,6 +175,9 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     if drafter:
         held[-1] += drafter.weight_bytes
         each[-1] += page_bytes(drafter.model, beside[0], engine.block_size)
+    batch_tokens = engine.max_num_batched_tokens or CHUNK_TOKENS[False]
+    seen = bytes_of(case.model.seen, engine, case.length, batch_tokens, DTYPE_BYTES[case.dtype])
+    held[0] += sum(seen)
     limit, devices = ALLOCATED * case.cluster.gpu.hbm_bytes, of_stage(mesh).size("expert", "tensor")
     rooms = [room_beside(nbytes, limit, engine) * devices for nbytes in held]
     if not all(rooms):
@@ -193,7 +199,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     kept = _kept_for_drafts(case, sizes)
     draft = drafter.weight_bytes if drafter else 0
     last = stages[-1]
-    stages[-1] = dataclasses.replace(last, weights=last.weights + draft, draft=draft, slots=last.slots + kept)
+    beside_text = {"draft": draft, "encoder": seen[0], "slots": last.slots + kept + seen[1]}
+    stages[-1] = dataclasses.replace(last, weights=last.weights + draft + seen[0], **beside_text)
     found = ServingMemory(tuple(stages), sizes, limit, beside[0] if beside else None, engine.decoded)
     if found.fullest.total > limit:
         most = found.fullest

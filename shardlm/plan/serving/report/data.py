@@ -109,6 +109,7 @@ def _plan(one: RankedServing) -> dict[str, Any]:
             },
             "memory_limit_bytes": memory.limit,
             "draft_weight_bytes": most.draft,
+            "encoder_weight_bytes": most.encoder,
             "num_pages": memory.layout.num_pages,
             "num_snapshots": memory.sizes.snapshots,
             "groups_of_layers": {"all": len(windows), "with_window": sum(windows)},

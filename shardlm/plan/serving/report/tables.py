@@ -120,9 +120,10 @@ def memory(answer: Data) -> Table:
     held = plan["estimated"]["memory"]
     groups = plan["estimated"]["groups_of_layers"]
     windows = f", {groups['with_window']} of {groups['all']} groups of layers with a window"
-    draft = plan["estimated"]["draft_weight_bytes"]
+    parts = {"layers that draft": "draft_weight_bytes", "the encoder of images": "encoder_weight_bytes"}
+    own = {what: nbytes for what, name in parts.items() if (nbytes := plan["estimated"][name])}
     notes = {
-        "weights": f"{gib(draft)} of layers that draft" if draft else "",
+        "weights": ", ".join(f"{gib(nbytes)} of {what}" for what, nbytes in own.items()),
         "pages": f"{plan['estimated']['num_pages']:,} of {engine['block_size']} tokens"
         + (windows if groups["with_window"] else ""),
         "memories": f"of {engine['max_num_seqs']:,} requests (max_num_seqs) in layers of linear attention, and "
