@@ -72,6 +72,23 @@ GEMMA3 = {
     "rope_local_base_freq": 10_000.0,
     "max_position_embeddings": 131_072,
 }
+# The same of checkpoints whose text is another family's, which older versions of transformers wrote so: by that family.
+SIZES = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+LEFT_OUT = {
+    "llama": SIZES | {"vocab_size": 32_000, "intermediate_size": 11_008, "max_position_embeddings": 2048},
+    "mistral": SIZES
+    | {"vocab_size": 32_000, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096}
+    | {"max_position_embeddings": 131_072},
+    "qwen2": SIZES | {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
+}
+WITH_OTHERS = ("idefics3", "internvl", "llava", "smolvlm")
 OF_AXES = ("mrope_section", "mrope_interleaved")
 # Whose pairs belong to the three axes in turn, and how many to each where config.json does not say.
 IN_TURN = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)) | dict.fromkeys(
@@ -80,7 +97,7 @@ IN_TURN = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)) | dict.fromk
 OF_BOTH = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 TOKENS = tuple(f"{name}_token_id" for name in ("image", "video", "vision", "vision_start", "vision_end"))
 # The last are Idefics 3's, which stand in its text_config.
-IDEFICS = ("perceiver_config", "pixel_shuffle_factor", "use_resampler", "_flash_attn_2_enabled")
+IDEFICS = ("perceiver_config", "pixel_shuffle_factor", "use_resampler", "_flash_attn_2_enabled", "is_composition")
 OF_PICTURES = frozenset(["vision_config", "text_config", *TOKENS, *IDEFICS])
 
 
@@ -90,7 +107,7 @@ def text_config(config: Config) -> Config:
     if kind not in SEEING or (kind == "gemma3" and "text_config" not in config):
         return config
     inner = config.get("text_config") or config  # Qwen 2's first checkpoints have all side by side
-    found = GEMMA3 if kind == "gemma3" else {}
+    found = GEMMA3 if kind == "gemma3" else _left_out(inner, USUAL[kind]) if kind in WITH_OTHERS else {}
     found = found | {name: config[name] for name in OF_BOTH if config.get(name) is not None}
     found |= {name: value for name, value in inner.items() if value is not None and name not in OF_PICTURES}
     found["model_type"] = SEEING[kind] or found.get("model_type", USUAL[kind])
@@ -103,6 +120,14 @@ def text_config(config: Config) -> Config:
         found["tie_word_embeddings"] = tied
     found.pop("architectures", None)
     return found
+
+
+def _left_out(inner: Config, usual: str) -> Config:
+    """What a text_config leaves to the defaults of its family, `usual` where it does not say which; a null is said."""
+    own = LEFT_OUT.get(inner.get("model_type", usual), {})
+    if inner.get("rope_parameters"):
+        own = {name: value for name, value in own.items() if name != "rope_theta"}
+    return {name: value for name, value in own.items() if name not in inner}
 
 
 def alone(config: Config) -> Config:

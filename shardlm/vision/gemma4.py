@@ -116,7 +116,7 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
 
 def _config(options: Mapping[str, Any]) -> Gemma4Config:
     own = vision_options(options["vision_config"], "gemma4_vision")
-    own.aside("max_position_embeddings")
+    own.aside("max_position_embeddings", "default_output_length", "global_head_dim")
     own.only("attention_bias", False)
     rope = {"rope_theta": own("rope_theta", 100.0), "rope_type": "axial"} | own("rope_parameters", {})
     tower = Gemma4TowerConfig(

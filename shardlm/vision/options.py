@@ -13,7 +13,14 @@ BESIDE = (
     *("diversity_penalty", "encoder_no_repeat_ngram_size", "length_penalty", "max_length", "min_length"),
     *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty"),
     *("temperature", "tie_word_embeddings", "top_k", "top_p", "typical_p", "pruned_heads", "projection_dim"),
-    *("initializer_factor", "drop_path_rate", "hidden_dropout", "hidden_dropout_prob", "gradient_checkpointing"),
+    *(
+        "is_composition",
+        "initializer_factor",
+        "drop_path_rate",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "gradient_checkpointing",
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from shardlm.vision.encoder import Encoder
 from shardlm.vision.picture import Picture
 from shardlm.vision.registry import sight_of
 
-CLOSE = 1e-4  # of the largest number, float32: two orders of sums through a few layers
+CLOSE = 2e-5  # of the largest number, float32; measured at most 3.9e-6
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -33,6 +33,27 @@ def written(model, folder: pathlib.Path, tokens: dict[str, int], **files: dict) 
     for name, content in {"tokenizer": {"added_tokens": added}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
+
+
+def lively(model):
+    """`model` of transformers with weights that make a difference: as they begin, layers add a thousandth, and norms
+    and factors are one."""
+    import torch
+
+    for name, a in (*model.named_parameters(), *model.named_buffers()):
+        if not a.is_floating_point() or name.endswith(("inv_freq", "freqs_ci")):
+            continue
+        if name.endswith(("_min", "_max")):
+            a.data.fill_(-1.5 if name.endswith("min") else 1.2)
+        elif "time_position_embeddings" in name:
+            continue
+        elif a.ndim > 1 and not any(part in name for part in ("position", "embedding_table", "cls_token")):
+            torch.nn.init.normal_(a.data, 0.0, a[0].numel() ** -0.5)
+        elif "norm" in name or "ln_pre" in name or "lambda" in name or "std_" in name:
+            torch.nn.init.normal_(a.data, 0.0 if name.endswith("bias") else 1.0, 0.3)
+        else:
+            torch.nn.init.normal_(a.data, 0.0, 0.3)
+    return model
 
 
 class Eyes:

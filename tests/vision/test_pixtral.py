@@ -4,9 +4,11 @@ import json
 import pathlib
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
-from seeing import Eyes, close, noise, written
+from safetensors.numpy import load_file, save_file
+from seeing import Eyes, close, lively, noise, written
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder
@@ -36,10 +38,7 @@ def model():
         },
     )  # fmt: skip
     found = transformers.Mistral3ForConditionalGeneration(config).eval()
-    for name, param in found.named_parameters():  # norms that begin at one prove nothing
-        if "norm" in name or "ln_pre" in name:
-            torch.nn.init.normal_(param, 1.0, 0.3)
-    return found
+    return lively(found)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +114,28 @@ def test_what_does_not_fit_is_named(model, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ShardlmError, match=r"vision_tower.transformer.layers.2.\S+ is not known"):
         Eyes(folder)
+
+
+def test_a_tower_in_few_bits_is_read_as_numbers(eyes, model, tmp_path):
+    """FP8 in blocks, as Ministral 3 is published in, though its tower is not."""
+    folder, name = (
+        written(model, tmp_path, TOKENS, preprocessor_config=PREPARED),
+        "layers.0.feed_forward.up_proj.weight",
+    )
+    tensors = load_file(folder / "model.safetensors")
+    [found] = [key for key in tensors if key.endswith(name)]
+    few = (tensors[found] / 2**-8).astype(ml_dtypes.float8_e4m3fn)
+    vectors = []
+    for own in (few.astype(np.float32) * 2**-8, few):
+        scale = {f"{found}_scale_inv": np.full((1, 1), 2**-8, np.float32)} if own is few else {}
+        save_file(tensors | {found: own} | scale, folder / "model.safetensors")
+        if own is few:
+            config = json.loads((folder / "config.json").read_text())
+            config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+            (folder / "config.json").write_text(json.dumps(config))
+        vectors.append(Eyes(folder).vectors(eyes.sight.prepare(noise(40, 64))))
+    np.testing.assert_array_equal(*vectors)
+    assert np.abs(vectors[0] - eyes.vectors(eyes.sight.prepare(noise(40, 64)))).max() > 1e-4
 
 
 def test_unknown_options_and_missing_tokens_are_refused(model, tmp_path):
