@@ -108,6 +108,7 @@ def models() -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 weight.normal_(0, 0.25)
+            model.get_output_embeddings().weight[:260] = 0  # no single bytes, of which half characters are made
         folder = HERE / f"{name}_model"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()

@@ -42,6 +42,7 @@ def generated(checkpoint):
     return done.stdout
 
 
+@pytest.mark.parametrize("model", ["opt", pytest.param("llama", marks=pytest.mark.wide)], indirect=True)
 def test_generate_convert_and_eval(model, tmp_path):
     home, expected = model
     text = generated(home)

@@ -20,6 +20,7 @@ from shardlm.tokenizer_files import protobuf
 
 TEXTS = json.loads((FILES / "texts.json").read_text())
 EXPECTED = json.loads((FILES / "expected.json").read_text())
+PIECES = (FILES / "bpe.model").read_bytes()
 # A text that is one token's name alone is that token, of a file with pieces of the user's (gemma.model).
 NAMES_ALONE = {"gemma": ("<unk>",)}
 
@@ -169,6 +170,10 @@ SAVE = r"\. AutoTokenizer.from_pretrained\(FOLDER\).save_pretrained\(FOLDER\) of
         ),
         ("llama", written("tokenizer.model", b"version https://git-lfs"), "is a Git LFS pointer.*git lfs pull"),
         ("llama", lambda folder: shutil.copy(FILES / "word.model", folder / "tokenizer.model"), f"kind 'word'.*{SAVE}"),
+        # In place of the file's own: a normalisation that is none, and an unknown piece that is not there.
+        ("bpe", written("tokenizer.model", PIECES + b"\x1a\x05\x12\x03abc"), r"\(its table of normalisations is cut"),
+        ("bpe", written("tokenizer.model", PIECES + b"\x12\x05\xc0\x02\xff\xff\x03"), "unknown piece, 65535, is none"),
+        ("tekken", told_in("tekken.json", config={"pattern": "("}), "what the files of .* say is no tokenizer to the"),
         ("llama3", replaced("tokenizer.model", b" 7\n", b" x\n"), "line 8, is no token in base64 and its rank"),
         (
             "llama3",
@@ -194,9 +199,6 @@ def test_whether_a_folder_has_a_tokenizer(tmp_path):
     assert not tokenizer_files.is_here(tmp_path)
     for name in CASES:
         assert tokenizer_files.is_here(folder_of(name, tmp_path / name))
-
-
-PIECES = (FILES / "bpe.model").read_bytes()
 
 
 @settings(deadline=None, max_examples=40)

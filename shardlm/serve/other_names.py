@@ -42,7 +42,7 @@ _PREPARED = "images are prepared as the checkpoint's preprocessor_config.json sa
 _ANY = "any model generates and embeds (LLM.embed, /v1/embeddings): leave it out"
 # Of the engine's options, by vLLM's names.
 ENGINE = {
-    "tokenizer": "it is the tokenizer.json of the model's folder",
+    "tokenizer": "it is that of the model's folder",
     "skip_tokenizer_init": "prompts may be token ids, and SamplingParams(detokenize=False) leaves texts out",
     "chat_template": "it is the chat_template.jinja of the model's folder; LLM.chat takes another one",
     **dict.fromkeys(("revision", "code_revision", "tokenizer_revision", "download_dir"), _HUB),
@@ -101,7 +101,7 @@ METHODS = {
     "wake_up": "memory is given back where the process ends",
     "start_profile": "jax.profiler.trace(FOLDER) around a call traces it",
     "stop_profile": "jax.profiler.trace(FOLDER) around a call traces it",
-    "set_tokenizer": "the tokenizer is the tokenizer.json of the model's folder",
+    "set_tokenizer": "the tokenizer is that of the model's folder",
     "preprocess_chat": "get_tokenizer().apply_chat_template(messages) gives the prompt's tokens",
 }
 

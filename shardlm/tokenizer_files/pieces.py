@@ -68,6 +68,12 @@ class Model:
             protobuf.content(normalizer.get(2)),
             *(bool(protobuf.number(normalizer.get(place), 1)) for place in (3, 4, 5)),
         )
+        table = made.charsmap
+        # The size of a trie, the trie in words of four bytes, and the texts that it leads to; the library panics over
+        # another.
+        size = int.from_bytes(table[:4], "little")
+        if table and (size % 4 or size + 4 > len(table)):
+            raise ValueError("its table of normalisations is cut off")
         if made.named(made.unk_id) is None:
             raise ValueError(f"its unknown piece, {made.unk_id}, is none of its {len(pieces)} pieces")
         return made
