@@ -19,7 +19,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import compiling
-from shardlm.reinforce.copied_weights import CopiedWeights, of_copy
+from shardlm.reinforce.copied_weights import CopiedWeights, of_copies
 from shardlm.serve.engine import Engine
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import CompletionOutput, whole
@@ -90,10 +90,11 @@ class Sampler:
         try:
             placed = self.weights.placed(params)
             del params  # of adapters the sums, which are all weights
-            for engine in self._engines:
-                engine.update_weights(of_copy(placed, engine.runner.mesh))
+            each = of_copies(placed, [engine.runner.mesh for engine in self._engines])
+            for engine, own in zip(self._engines, each, strict=True):
+                engine.update_weights(own)
                 engine.runner.allocate()
-            del placed
+            del placed, each, own
             yield
         finally:
             self.rest()
@@ -121,7 +122,8 @@ def copies_of(processes: Sequence[int], tensor: int) -> tuple[int, ...]:
         least = min(counts.values())
         choices = [str(n) for n in range(1, least + 1) if all(count % n == 0 for count in counts.values())]
         of = f"the {least} devices of a process, in which a copy samples" if len(counts) > 1 else f"{least} devices"
-        raise ShardlmError(f"grpo.tensor={tensor} does not divide {of}; choose from {', '.join(choices)}")
+        more = ", or start fewer processes of more devices" if len(counts) > 1 else ""
+        raise ShardlmError(f"grpo.tensor={tensor} does not divide {of}; choose from {', '.join(choices)}{more}")
     return tuple(counts[process] // tensor for process in sorted(counts))
 
 

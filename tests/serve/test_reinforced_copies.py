@@ -117,9 +117,10 @@ def test_weights_come_one_after_the_other(folder, monkeypatch):
 def test_what_lies_as_it_is_sampled_with_is_not_copied(folder):
     state, sampler = made(folder, MeshSpec(data=2), 1)
     placed = sampler.weights.placed(state.params)
+    meshes = [engine.runner.mesh for engine in sampler._engines]
     own, theirs = flatten_dict(state.params)["final_norm", "scale"], placed["final_norm", "scale"]
     assert theirs is own
-    copy = copied_weights.of_copy(placed, sampler._engines[1].runner.mesh)["final_norm"]["scale"]
+    copy = copied_weights.of_copies(placed, meshes)[1]["final_norm"]["scale"]
     assert copy.unsafe_buffer_pointer() == own.addressable_shards[1].data.unsafe_buffer_pointer()
 
 
