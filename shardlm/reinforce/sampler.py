@@ -4,6 +4,7 @@ pages only while they sample. Each copy is within one process, which samples wit
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -107,11 +108,24 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[CompletionOutput]]:
-        """The replies to each prompt. Raises EngineError where one broke."""
+        """The replies to each prompt, by as many copies as can be. Raises EngineError where one broke."""
         if not prompts:
             return []
-        asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        return [output.outputs for output in whole(self.llm.generate(asked, params, use_tqdm=False))]
+        parts = [parts_of(one, len(prompts), len(self._engines)) for one in params]
+        asked = [{"prompt_token_ids": list(ids)} for ids, own in zip(prompts, parts, strict=True) for _ in own]
+        found = iter(whole(self.llm.generate(asked, list(itertools.chain(*parts)), use_tqdm=False)))
+        return [[reply for _ in own for reply in next(found).outputs] for own in parts]
+
+
+def parts_of(params: SamplingParams, prompts: int, copies: int) -> list[SamplingParams]:
+    """Requests that together have the replies of one of `prompts` alike: a request is one copy's, and in the fewest
+    that copies have equally many of, none waits for another. Reply i has the seed of params and i more."""
+    n = params.n
+    count = next((k for k in range(1, n) if n % k == 0 and prompts * k % copies == 0), n)
+    if count == 1:
+        return [params]
+    each = range(0, n, n // count)
+    return [dataclasses.replace(params, n=n // count, seed=params.seed + first) for first in each]
 
 
 def copies_of(processes: Sequence[int], tensor: int) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.merge import added
 from shardlm.mesh import MeshSpec
-from shardlm.reinforce.sampler import Sampler, copies_of
+from shardlm.reinforce.sampler import Sampler, copies_of, parts_of
+from shardlm.serve.sampling_params import SamplingParams
 
 
 def nobody() -> types.SimpleNamespace:
@@ -54,3 +55,12 @@ def test_a_copy_has_devices_of_one_process():
         ShardlmError, match=r"=4 does not divide the 2 devices of a process, in .*; choose from 1, 2, or start fewer"
     ):
         copies_of([0, 0, 1, 1], 4)
+
+
+def test_copies_have_equally_many_requests():
+    asked = SamplingParams(n=8, seed=5)
+    assert parts_of(asked, 16, 8) == [asked]
+    assert [(one.n, one.seed) for one in parts_of(asked, 12, 8)] == [(4, 5), (4, 9)]
+    assert [(one.n, one.seed) for one in parts_of(asked, 5, 8)] == [(1, 5 + i) for i in range(8)]
+    greedy = SamplingParams(temperature=0)
+    assert parts_of(greedy, 5, 8) == [greedy]

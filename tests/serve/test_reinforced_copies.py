@@ -94,6 +94,18 @@ def test_copies_hold_what_is_trained_and_only_while_they_sample(folder, mesh, te
     assert live() == before
 
 
+def test_a_prompts_replies_are_those_of_its_seed_by_however_many_copies(folder):
+    state, sampler = made(folder, MeshSpec(data=4), 1)
+    asked = [SamplingParams(n=4, seed=7, max_tokens=5, logprobs=0, ignore_eos=True)] * 5
+    with sampler.holding(state.params, None):
+        three = sampler.sample([[1, 2, 3]] * 3, asked[:3])
+        five = sampler.sample([[1, 2, 3], [4, 5]] + [[1, 2, 3]] * 3, asked)
+        four = sampler.sample([[1, 2, 3]] * 4, asked[:4])
+    tokens = [[[one.token_ids for one in group] for group in groups] for groups in (three, five, four)]
+    assert len({tuple(ids) for ids in tokens[2][0]}) == 4
+    assert all(group == tokens[2][0] for group in (*tokens[0], tokens[1][0], *tokens[1][2:], *tokens[2]))
+
+
 def test_weights_come_one_after_the_other(folder, monkeypatch):
     """Beside what copies hold of them there is never more than a parameter."""
     state, sampler = made(folder, MeshSpec(fsdp=4), 1, "bf16")
