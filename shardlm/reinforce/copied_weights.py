@@ -3,6 +3,7 @@ copy wants them, by collectives between the devices and never by the host, one p
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,12 @@ class CopiedWeights:
             for path, a in flatten_dict(runner.params).items()
         }
         return cls(places, made_first(runner.model))
+
+    @property
+    def gib(self) -> float:
+        """Of the weights on each device."""
+        shards = [(place.sharding.shard_shape(place.shape), place.dtype) for place in self.places.values()]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30
 
     def placed(self, params: Tree) -> dict[Path, jax.Array]:
         """These weights, as training has them, over all copies; of several processes all must call it. What a copy

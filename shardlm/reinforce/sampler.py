@@ -84,21 +84,32 @@ class Sampler:
     @contextlib.contextmanager
     def holding(self, params: Any, frozen: Any) -> Iterator[None]:
         """Samples with these weights of a training state inside; of several processes all must come. Outside neither
-        weights nor pages are held."""
-        lora = self.model.execution.lora
-        if lora.rank:
-            params = added(frozen, params, factor=lora.alpha / lora.rank)
+        weights nor pages are held. Raises ShardlmError where they have no room beside the state."""
         try:
-            placed = self.weights.placed(params)
+            self._take(params, frozen)
+            yield
+        finally:
+            self.rest()
+
+    def _take(self, params: Any, frozen: Any) -> None:
+        lora = self.model.execution.lora
+        try:
+            if lora.rank:
+                params = added(frozen, params, factor=lora.alpha / lora.rank)
+            placed = jax.block_until_ready(self.weights.placed(params))
             del params  # of adapters the sums, which are all weights
             each = of_copies(placed, [engine.runner.mesh for engine in self._engines])
             for engine, own in zip(self._engines, each, strict=True):
                 engine.update_weights(own)
                 engine.runner.allocate()
-            del placed, each, own
-            yield
-        finally:
-            self.rest()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ShardlmError(
+                f"the copies that sample do not fit into memory beside the training state: {self.weights.gib:.2f} GiB "
+                "of weights on each device, and grpo.kv_cache_gib of pages; set that to less, grpo.tensor to more, or "
+                "split the state over more devices (rules, mesh.fsdp)"
+            ) from None
 
     def rest(self) -> None:
         """Gives the memory back."""

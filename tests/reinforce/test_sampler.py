@@ -20,7 +20,7 @@ def nobody() -> types.SimpleNamespace:
     """Stands in for an engine."""
     runner = types.SimpleNamespace(settled=lambda: None, _parts=[], _state=(), _shape_of_empty=tuple, mesh=None)
     runner.allocate = lambda: None
-    return types.SimpleNamespace(runner=runner, update_weights=lambda _: None, reset_prefix_cache=lambda: True)
+    return types.SimpleNamespace(runner=runner, update_weights=lambda _: None, reset_prefix_cache=lambda **_: True)
 
 
 def test_adapters_are_added_by_one_program_at_every_step():

@@ -10,12 +10,14 @@ from engines import CONFIG, folder_of
 from flax.traverse_util import flatten_dict
 
 from shardlm.data.config import DataConfig
+from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.reinforce import copied_weights
 from shardlm.reinforce.sampler import Sampler
 from shardlm.serve.layers import plain_shapes, split, turned
+from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.train.config import GrpoConfig, RunConfig, TrainConfig
 from shardlm.train.program import Program
@@ -124,6 +126,25 @@ def test_weights_come_one_after_the_other(folder, monkeypatch):
     sizes = [size for _, size in seen]
     assert len(seen) > 20
     assert all(there <= sum(sizes[: i + 1]) + max(sizes) for i, (there, _) in enumerate(seen))
+
+
+def test_copies_without_room_are_said_and_leave_nothing(folder, monkeypatch):
+    state, sampler = made(folder, MeshSpec(data=2), 1)
+    with sampler.holding(state.params, None):
+        pass
+    before = live()
+
+    def full(runner):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, "allocate", full)
+        said = r"do not fit into memory .*: 0\.00 GiB of weights .*, grpo\.tensor to"
+        with pytest.raises(ShardlmError, match=said), sampler.holding(state.params, None):
+            raise AssertionError("it is held")
+    assert live() == before
+    with sampler.holding(state.params, None):
+        assert len(sampler.sample([[1, 2]], [GREEDY])[0][0].token_ids) == 4
 
 
 def test_what_lies_as_it_is_sampled_with_is_not_copied(folder):
