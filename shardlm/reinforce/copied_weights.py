@@ -3,7 +3,8 @@ copy wants them, by collectives between the devices and never by the host, one p
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,12 @@ class CopiedWeights:
             for path, a in flatten_dict(runner.params).items()
         }
         return cls(places, made_first(runner.model))
+
+    @property
+    def gib(self) -> float:
+        """Of the weights on each device."""
+        shards = [(place.sharding.shard_shape(place.shape), place.dtype) for place in self.places.values()]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) / 2**30
 
     def placed(self, params: Tree) -> dict[Path, jax.Array]:
         """These weights, as training has them, over all copies; of several processes all must call it. What a copy
@@ -73,15 +80,15 @@ def _program(
     return jax.jit(put, out_shardings=place)
 
 
-def of_copy(placed: Mapping[Path, jax.Array], mesh: Mesh) -> Tree:
-    """The parameters of the copy on `mesh`, whose devices are this process's: the arrays that are there already."""
-    return unflatten_dict({path: _here(a, mesh) for path, a in placed.items()})
-
-
-def _here(a: jax.Array, mesh: Mesh) -> jax.Array:
-    shards = {shard.device: shard.data for shard in a.addressable_shards}
-    parts = [shards[device] for device in mesh.devices.flat]
-    return jax.make_array_from_single_device_arrays(a.shape, NamedSharding(mesh, a.sharding.spec), parts)
+def of_copies(placed: Mapping[Path, jax.Array], meshes: Sequence[Mesh]) -> list[Tree]:
+    """The parameters of each copy on its mesh, whose devices are this process's: the arrays that are there already."""
+    each: list[dict[Path, jax.Array]] = [{} for _ in meshes]
+    for path, a in placed.items():
+        shards = {shard.device: shard.data for shard in a.addressable_shards}
+        for own, mesh in zip(each, meshes, strict=True):
+            there, parts = NamedSharding(mesh, a.sharding.spec), [shards[device] for device in mesh.devices.flat]
+            own[path] = jax.make_array_from_single_device_arrays(a.shape, there, parts)
+    return [unflatten_dict(own) for own in each]
 
 
 @dataclasses.dataclass(frozen=True)

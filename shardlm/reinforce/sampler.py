@@ -4,6 +4,7 @@ pages only while they sample. Each copy is within one process, which samples wit
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import compiling
-from shardlm.reinforce.copied_weights import CopiedWeights, of_copy
+from shardlm.reinforce.copied_weights import CopiedWeights, of_copies
 from shardlm.serve.engine import Engine
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import CompletionOutput, whole
@@ -83,20 +84,32 @@ class Sampler:
     @contextlib.contextmanager
     def holding(self, params: Any, frozen: Any) -> Iterator[None]:
         """Samples with these weights of a training state inside; of several processes all must come. Outside neither
-        weights nor pages are held."""
-        lora = self.model.execution.lora
-        if lora.rank:
-            params = added(frozen, params, factor=lora.alpha / lora.rank)
+        weights nor pages are held. Raises ShardlmError where they have no room beside the state."""
         try:
-            placed = self.weights.placed(params)
-            del params  # of adapters the sums, which are all weights
-            for engine in self._engines:
-                engine.update_weights(of_copy(placed, engine.runner.mesh))
-                engine.runner.allocate()
-            del placed
+            self._take(params, frozen)
             yield
         finally:
             self.rest()
+
+    def _take(self, params: Any, frozen: Any) -> None:
+        lora = self.model.execution.lora
+        try:
+            if lora.rank:
+                params = added(frozen, params, factor=lora.alpha / lora.rank)
+            placed = jax.block_until_ready(self.weights.placed(params))
+            del params  # of adapters the sums, which are all weights
+            each = of_copies(placed, [engine.runner.mesh for engine in self._engines])
+            for engine, own in zip(self._engines, each, strict=True):
+                engine.update_weights(own)
+                engine.runner.allocate()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ShardlmError(
+                f"the copies that sample do not fit into memory beside the training state: {self.weights.gib:.2f} GiB "
+                "of weights on each device, and grpo.kv_cache_gib of pages; set that to less, grpo.tensor to more, or "
+                "split the state over more devices (rules, mesh.fsdp)"
+            ) from None
 
     def rest(self) -> None:
         """Gives the memory back."""
@@ -106,11 +119,24 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[CompletionOutput]]:
-        """The replies to each prompt. Raises EngineError where one broke."""
+        """The replies to each prompt, by as many copies as can be. Raises EngineError where one broke."""
         if not prompts:
             return []
-        asked = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        return [output.outputs for output in whole(self.llm.generate(asked, params, use_tqdm=False))]
+        parts = [parts_of(one, len(prompts), len(self._engines)) for one in params]
+        asked = [{"prompt_token_ids": list(ids)} for ids, own in zip(prompts, parts, strict=True) for _ in own]
+        found = iter(whole(self.llm.generate(asked, list(itertools.chain(*parts)), use_tqdm=False)))
+        return [[reply for _ in own for reply in next(found).outputs] for own in parts]
+
+
+def parts_of(params: SamplingParams, prompts: int, copies: int) -> list[SamplingParams]:
+    """Requests that together have the replies of one of `prompts` alike: a request is one copy's, and in the fewest
+    that copies have equally many of, none waits for another. Reply i has the seed of params and i more."""
+    n = params.n
+    count = next((k for k in range(1, n) if n % k == 0 and prompts * k % copies == 0), n)
+    if count == 1:
+        return [params]
+    each = range(0, n, n // count)
+    return [dataclasses.replace(params, n=n // count, seed=params.seed + first) for first in each]
 
 
 def copies_of(processes: Sequence[int], tensor: int) -> tuple[int, ...]:
@@ -121,7 +147,8 @@ def copies_of(processes: Sequence[int], tensor: int) -> tuple[int, ...]:
         least = min(counts.values())
         choices = [str(n) for n in range(1, least + 1) if all(count % n == 0 for count in counts.values())]
         of = f"the {least} devices of a process, in which a copy samples" if len(counts) > 1 else f"{least} devices"
-        raise ShardlmError(f"grpo.tensor={tensor} does not divide {of}; choose from {', '.join(choices)}")
+        more = ", or start fewer processes of more devices" if len(counts) > 1 else ""
+        raise ShardlmError(f"grpo.tensor={tensor} does not divide {of}; choose from {', '.join(choices)}{more}")
     return tuple(counts[process] // tensor for process in sorted(counts))
 
 

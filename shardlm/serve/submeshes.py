@@ -22,7 +22,9 @@ def of_stage(spec: MeshSpec) -> MeshSpec:
 
 
 def in_several_processes(devices: Sequence[jax.Device] | None) -> bool:
-    """Whether more than one process has some of these; None: of all."""
+    """Whether more than one process of the job has some of these; None: of all."""
+    if jax.process_count() == 1:  # devices that a plan is compiled for may be of several
+        return False
     return len({device.process_index for device in (jax.devices() if devices is None else devices)}) > 1
 
 

@@ -12,14 +12,15 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.merge import added
 from shardlm.mesh import MeshSpec
-from shardlm.reinforce.sampler import Sampler, copies_of
+from shardlm.reinforce.sampler import Sampler, copies_of, parts_of
+from shardlm.serve.sampling_params import SamplingParams
 
 
 def nobody() -> types.SimpleNamespace:
     """Stands in for an engine."""
     runner = types.SimpleNamespace(settled=lambda: None, _parts=[], _state=(), _shape_of_empty=tuple, mesh=None)
     runner.allocate = lambda: None
-    return types.SimpleNamespace(runner=runner, update_weights=lambda _: None, reset_prefix_cache=lambda: True)
+    return types.SimpleNamespace(runner=runner, update_weights=lambda _: None, reset_prefix_cache=lambda **_: True)
 
 
 def test_adapters_are_added_by_one_program_at_every_step():
@@ -50,5 +51,16 @@ def test_a_copy_has_devices_of_one_process():
     assert copies_of([0] * 8, 2) == (4,) and copies_of([0, 0, 1, 1, 1, 1], 2) == (1, 2)
     with pytest.raises(ShardlmError, match=r"grpo\.tensor=3 does not divide 8 devices; choose from 1, 2, 4, 8"):
         copies_of([0] * 8, 3)
-    with pytest.raises(ShardlmError, match=r"=4 does not divide the 2 devices of a process, in .*; choose from 1, 2$"):
+    with pytest.raises(
+        ShardlmError, match=r"=4 does not divide the 2 devices of a process, in .*; choose from 1, 2, or start fewer"
+    ):
         copies_of([0, 0, 1, 1], 4)
+
+
+def test_copies_have_equally_many_requests():
+    asked = SamplingParams(n=8, seed=5)
+    assert parts_of(asked, 16, 8) == [asked]
+    assert [(one.n, one.seed) for one in parts_of(asked, 12, 8)] == [(4, 5), (4, 9)]
+    assert [(one.n, one.seed) for one in parts_of(asked, 5, 8)] == [(1, 5 + i) for i in range(8)]
+    greedy = SamplingParams(temperature=0)
+    assert parts_of(greedy, 5, 8) == [greedy]

@@ -10,12 +10,14 @@ from engines import CONFIG, folder_of
 from flax.traverse_util import flatten_dict
 
 from shardlm.data.config import DataConfig
+from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.reinforce import copied_weights
 from shardlm.reinforce.sampler import Sampler
 from shardlm.serve.layers import plain_shapes, split, turned
+from shardlm.serve.runner import Runner
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.train.config import GrpoConfig, RunConfig, TrainConfig
 from shardlm.train.program import Program
@@ -94,6 +96,18 @@ def test_copies_hold_what_is_trained_and_only_while_they_sample(folder, mesh, te
     assert live() == before
 
 
+def test_a_prompts_replies_are_those_of_its_seed_by_however_many_copies(folder):
+    state, sampler = made(folder, MeshSpec(data=4), 1)
+    asked = [SamplingParams(n=4, seed=7, max_tokens=5, logprobs=0, ignore_eos=True)] * 5
+    with sampler.holding(state.params, None):
+        three = sampler.sample([[1, 2, 3]] * 3, asked[:3])
+        five = sampler.sample([[1, 2, 3], [4, 5]] + [[1, 2, 3]] * 3, asked)
+        four = sampler.sample([[1, 2, 3]] * 4, asked[:4])
+    tokens = [[[one.token_ids for one in group] for group in groups] for groups in (three, five, four)]
+    assert len({tuple(ids) for ids in tokens[2][0]}) == 4
+    assert all(group == tokens[2][0] for group in (*tokens[0], tokens[1][0], *tokens[1][2:], *tokens[2]))
+
+
 def test_weights_come_one_after_the_other(folder, monkeypatch):
     """Beside what copies hold of them there is never more than a parameter."""
     state, sampler = made(folder, MeshSpec(fsdp=4), 1, "bf16")
@@ -114,12 +128,32 @@ def test_weights_come_one_after_the_other(folder, monkeypatch):
     assert all(there <= sum(sizes[: i + 1]) + max(sizes) for i, (there, _) in enumerate(seen))
 
 
+def test_copies_without_room_are_said_and_leave_nothing(folder, monkeypatch):
+    state, sampler = made(folder, MeshSpec(data=2), 1)
+    with sampler.holding(state.params, None):
+        pass
+    before = live()
+
+    def full(runner):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, "allocate", full)
+        said = r"do not fit into memory .*: 0\.00 GiB of weights .*, grpo\.tensor to"
+        with pytest.raises(ShardlmError, match=said), sampler.holding(state.params, None):
+            raise AssertionError("it is held")
+    assert live() == before
+    with sampler.holding(state.params, None):
+        assert len(sampler.sample([[1, 2]], [GREEDY])[0][0].token_ids) == 4
+
+
 def test_what_lies_as_it_is_sampled_with_is_not_copied(folder):
     state, sampler = made(folder, MeshSpec(data=2), 1)
     placed = sampler.weights.placed(state.params)
+    meshes = [engine.runner.mesh for engine in sampler._engines]
     own, theirs = flatten_dict(state.params)["final_norm", "scale"], placed["final_norm", "scale"]
     assert theirs is own
-    copy = copied_weights.of_copy(placed, sampler._engines[1].runner.mesh)["final_norm"]["scale"]
+    copy = copied_weights.of_copies(placed, meshes)[1]["final_norm"]["scale"]
     assert copy.unsafe_buffer_pointer() == own.addressable_shards[1].data.unsafe_buffer_pointer()
 
 
