@@ -162,6 +162,11 @@ class Layers:
         times = _Times.of(of_layers(sketch), kernels_of(cluster, sketch.execution.attention))
         return cls(times, tuple(layers_traffic(sketch)))
 
+    @functools.cached_property
+    def _axes(self) -> tuple[tuple[str, ...], ...]:
+        """Over which anything is sent."""
+        return tuple(dict.fromkeys(one.axes for one in self.sent))
+
     @staticmethod
     def by_rest(sketch: Sketch) -> tuple:
         """What of where weights rest layers go by: where this and the inner axes are the same, they are."""
@@ -170,7 +175,7 @@ class Layers:
 
     def timed(self, sketch: Sketch, cluster: Cluster) -> list[Timed]:
         """What is sent: on meshes whose axes lie alike over hosts it takes as long."""
-        where = tuple(cluster.group(sketch.mesh, one.axes) for one in self.sent)
+        where = tuple([cluster.group(sketch.mesh, axes) for axes in self._axes])
         if where not in self._timed:
             self._timed[where] = timed(self.sent, sketch, cluster)
         return self._timed[where]
