@@ -3,11 +3,15 @@ opens, text and eyes."""
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from served import with_tokenizer
 
+from shardlm.mesh import MeshSpec
 from shardlm.models import registry
+from shardlm.vision.encoder import Encoder
 from shardlm.vision.registry import sight_of
 
 LLAVA = {  # llava-hf/llava-1.5-7b-hf
@@ -109,3 +113,9 @@ def test_a_published_checkpoint_opens(name, tmp_path):
     picture = sight.prepare(np.zeros((300, 500, 3), np.uint8))
     assert picture.vectors == vectors and picture.patches <= sight.sizes[-1]
     assert sum(token == sight.vector for token in sight.tokens(picture)) == vectors
+    mesh, size = MeshSpec().build(jax.devices()[:1]), sight.sizes[0]
+    encoder = Encoder.make(sight.encoder, jnp.bfloat16, mesh)
+    with jax.set_mesh(mesh):
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        made = jax.eval_shape(encoder, encoder.shapes, encoder.inputs(size), count)
+    assert (made.shape, made.dtype) == ((size // sight.merged, text.embed_dim), jnp.bfloat16)
