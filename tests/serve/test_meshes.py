@@ -229,7 +229,8 @@ class _Fake:
 
     def __init__(self):
         self.scheduler, self.adapters = types.SimpleNamespace(pages=PageTable(200, 4)), AdapterTable(Room())
-        self.ended = self.runner = self.tokenizer = self.stop_ids = self.max_model_len = self.pooling = None
+        self.ended = self.runner = self.tokenizer = self.stop_ids = self.max_model_len = None
+        self.pooling = self.sight = None
         self.ids = []
 
     def add(self, id, *_, **options):
