@@ -64,6 +64,11 @@ _LIMITS = flags.DEFINE_string(
     None,
     'Images that a prompt may have, {"image": N} or image=N; by default as many as there is room for; 0: texts alone.',
 )
+_PREPARED = flags.DEFINE_string(
+    "mm_processor_kwargs",
+    None,
+    'How images are prepared otherwise than preprocessor_config.json says, {"max_pixels": N}; of Qwen\'s, Pixtral\'s.',
+)
 _ENABLE_LORA = flags.DEFINE_bool("enable_lora", False, "Room for adapters beside the weights, which come later.")
 _MAX_LORAS = flags.DEFINE_integer("max_loras", 1, "Adapters at once, at least those that are given.", lower_bound=1)
 _MAX_LORA_RANK = flags.DEFINE_integer(
@@ -101,11 +106,20 @@ def engine_options() -> dict[str, Any]:
         "fused_products": _FUSED.value,
         "deterministic": _DETERMINISTIC.value,
         "limit_mm_per_prompt": _limits(),
+        "mm_processor_kwargs": _json(_PREPARED.value, "mm_processor_kwargs") if _PREPARED.value else None,
         "enable_lora": _ENABLE_LORA.value,
         "max_loras": _MAX_LORAS.value,
         "max_lora_rank": _MAX_LORA_RANK.value,
         "speculative_config": SpeculativeConfig.from_json(_SPECULATIVE.value) if _SPECULATIVE.value else None,
     }
+
+
+def _json(given: str, name: str) -> Any:
+    """Raises ShardlmError for what is no JSON."""
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise ShardlmError(f"--{name}={given} is not JSON ({error})") from None
 
 
 def _limits() -> dict[str, Any] | None:

@@ -54,6 +54,8 @@ class EngineConfig:
     lora_modules            adapters that are loaded at first, by name: folders of PEFT or runs with lora.rank
     limit_mm_per_prompt     images that a prompt may have, {"image": n}; None: as many as max_model_len has room for; 0:
                             the encoder of a model that sees is not loaded
+    mm_processor_kwargs     how images are prepared otherwise than preprocessor_config.json says, by its names:
+                            {"max_pixels": n} of Qwen's models (vision/registry.py)
     """
 
     mesh: MeshSpec = MeshSpec()
@@ -78,6 +80,7 @@ class EngineConfig:
     max_lora_rank: int | None = None
     lora_modules: Mapping[str, str | os.PathLike] = dataclasses.field(default_factory=dict)
     limit_mm_per_prompt: Mapping[str, int] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self):
         check_types(self)

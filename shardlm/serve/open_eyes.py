@@ -26,12 +26,15 @@ def sight_for(found: Found, config: EngineConfig) -> Sight | None:
     Raises ShardlmError where images are asked for that it cannot be shown."""
     source = found.source
     here = isinstance(source, Pretrained) and holds_weights(pathlib.Path(source.folder))
-    sight = sight_of(pathlib.Path(source.folder), source.options) if here and config.max_images != 0 else None
+    asked = config.mm_processor_kwargs or {}
+    sight = sight_of(pathlib.Path(source.folder), source.options, asked) if here and config.max_images != 0 else None
     why = _cannot(config, sight) if sight else "no encoder of it is known here"
     if sight and not why:
         return sight
     if config.max_images:
         raise ShardlmError(f"limit_mm_per_prompt={dict(config.limit_mm_per_prompt)}: {why}; leave it out")
+    if asked:
+        raise ShardlmError(f"mm_processor_kwargs={dict(asked)}: {why}; leave it out")
     if sight:
         log.warning("images are not read, as %s: the text of the model is served alone", why)
     return None

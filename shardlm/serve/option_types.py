@@ -56,6 +56,8 @@ def check_types(config: Any) -> None:
     if size is not None and not (real and 0 < size < math.inf):
         raise ShardlmError(f"kv_offloading_size={size!r} must be a number of GiB above 0")
     check_limits(config.limit_mm_per_prompt)
+    if not isinstance(config.mm_processor_kwargs, Mapping | None):
+        raise ShardlmError(f'mm_processor_kwargs={config.mm_processor_kwargs!r} must be a mapping, {{"max_pixels": n}}')
     modules = config.lora_modules
     if not isinstance(modules, Mapping) or not all(
         isinstance(name, str) and name and is_path(path) for name, path in modules.items()

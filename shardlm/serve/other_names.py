@@ -38,7 +38,7 @@ STRUCTURES = {
 _HUB = "the hub's main branch is read, into HF_HOME; fetch another one yourself and give its folder"
 _CONFIG_JSON = "change config.json, in the model's folder or in one that links to its other files"
 _DRAFTS = 'it is speculative_config, {"model": SMALLER, "num_speculative_tokens": 4} or {"method": "ngram", ...}'
-_PREPARED = "images are prepared as the checkpoint's preprocessor_config.json says: change it there"
+_PREPARED = "images of all prompts are prepared alike: give it to the engine"
 _ANY = "any model generates and embeds (LLM.embed, /v1/embeddings): leave it out"
 # Of the engine's options, by vLLM's names.
 ENGINE = {
@@ -58,7 +58,6 @@ ENGINE = {
     "logprobs_mode": "log-probabilities are the model's own, before penalties and temperature (raw_logprobs)",
     "generation_config": "LLM takes the checkpoint's for prompts that come without SamplingParams",
     "override_generation_config": "give SamplingParams with the prompts",
-    "mm_processor_kwargs": _PREPARED,
     "media_io_kwargs": "images are in RGB, on white where they are transparent",
     "language_model_only": 'it is limit_mm_per_prompt={"image": 0}',
     "device": "JAX_PLATFORMS=cpu or cuda, in the environment, chooses it",

@@ -100,10 +100,10 @@ class ClipEncoder(nnx.Module):
         return self.second(activate(x, self.config.activation), execution)
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of `model_type` llava with CLIP's encoder."""
     config = _config(options)
-    images = ClipImages.told(processing(folder), config.patch * config.across, config.patch)
+    images = ClipImages.told(processing(folder, asked), config.patch * config.across, config.patch)
     token = options.get("image_token_index") or options.get("image_token_id") or 32_000
 
     def tokens(picture) -> list[int]:

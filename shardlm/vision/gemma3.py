@@ -81,7 +81,7 @@ class Gemma3Encoder(nnx.Module):
         return jnp.einsum("pd,df->pf", self.norm(x, execution), in_use(self.out, execution))
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of `model_type` gemma3. Two line ends stand before and after an image."""
     told = options["vision_config"]
     own, side = vision_options(told, "siglip_vision_model"), told.get("image_size") or 224
@@ -89,7 +89,7 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
     own.finish()
     each = side // siglip.patch
     pooled = each // math.isqrt(options.get("mm_tokens_per_image") or 256)
-    images = SquareImages.told(processing(folder), side, siglip.patch, pooled, resample=BILINEAR)
+    images = SquareImages.told(processing(folder, asked), side, siglip.patch, pooled, resample=BILINEAR)
     image, begin, end = (
         options.get(f"{name}_token_index") or options.get(f"{name}_token_id") or usual
         for name, usual in (("image", 262_144), ("boi", 255_999), ("eoi", 256_000))

@@ -98,9 +98,9 @@ class Gemma4Encoder(nnx.Module):
         return jnp.sin(angle), jnp.cos(angle)
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of `model_type` gemma4."""
-    config, told = _config(options), processing(folder)
+    config, told = _config(options), processing(folder, asked)
     images = Gemma4Images.told(told, config.patch, config.pooled)
     begin, image, end = (
         options.get(f"{name}_token_id") or usual

@@ -93,12 +93,12 @@ def program_sizes(most: int, merged: int = 1, least: int = 256) -> tuple[int, ..
     return (*found, last)
 
 
-def processing(folder: pathlib.Path) -> dict[str, Any]:
+def processing(folder: pathlib.Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What a folder says of preparing images: of preprocessor_config.json, and of processor_config.json, in which
-    transformers 5 has the same; empty without them."""
+    transformers 5 has the same; empty without them. `asked`: otherwise than it says."""
     own, of_all = (_read(folder / name) for name in OF_IMAGES)
     inner = of_all.pop("image_processor", None)
-    return own | (inner if isinstance(inner, dict) else {})
+    return own | (inner if isinstance(inner, dict) else {}) | dict(asked)
 
 
 def edges(told: Mapping[str, Any], usual: Mapping[str, int]) -> dict[str, int]:

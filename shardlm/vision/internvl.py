@@ -121,10 +121,10 @@ class InternvlEncoder(nnx.Module):
         return self.second(activate(x, self.config.activation), execution)
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of `model_type` internvl."""
     config = _config(options)
-    images = InternvlImages.told(processing(folder), config.patch * config.across, config.patch, config.merge)
+    images = InternvlImages.told(processing(folder, asked), config.patch * config.across, config.patch, config.merge)
     token = options.get("image_token_id") or 151_667
     begin, end = token_ids(folder, ("<img>", "</img>"))
 

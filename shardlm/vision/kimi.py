@@ -152,10 +152,10 @@ class KimiEncoder(nnx.Module):
         return sum(shares[:, i, None] * table[inputs["near"][:, i]] for i in range(shares.shape[1]))
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of `model_type` kimi_k25."""
     config = _config(options)
-    images = KimiImages.told(processing(folder), config.patch, config.merge, config.learned)
+    images = KimiImages.told(processing(folder, asked), config.patch, config.merge, config.learned)
     token = options.get("image_token_id") or options.get("media_placeholder_token_id") or 163_605
     merged = config.merge**2
 

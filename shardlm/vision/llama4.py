@@ -139,10 +139,10 @@ class Llama4Encoder(nnx.Module):
         return self.out(x, execution)
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of `model_type` llama4."""
     config = _config(options)
-    images = Llama4Images.told(processing(folder), config.patch * config.across, config.patch, config.merge)
+    images = Llama4Images.told(processing(folder, asked), config.patch * config.across, config.patch, config.merge)
     begin, image, end, beside, below = token_ids(folder, TOKENS)
     vector = options.get("image_token_index") or options.get("image_token_id") or 200_092
 

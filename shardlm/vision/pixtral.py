@@ -136,14 +136,14 @@ class PixtralEncoder(nnx.Module):
         return self.second(activate(self.first(x, execution), self.config.activation), execution)
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight | None:
     """Of `model_type` mistral3 and mistral_large4, and of llava, where no patches are merged. None: with another tower
     than Pixtral's."""
     told = options["vision_config"]
     if told.get("model_type", "pixtral") != "pixtral":
         return None
     config = _config(options)
-    images = PixtralImages.told(processing(folder), config.patch, config.merge, told.get("image_size") or 1540)
+    images = PixtralImages.told(processing(folder, asked), config.patch, config.merge, told.get("image_size") or 1540)
     token = options.get("image_token_index") or options.get("image_token_id") or 10
     ends = token_ids(folder, (BREAK, END))
 

@@ -74,9 +74,9 @@ class QwenConfig:
         return qwen_names(self)
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of any of the `model_type`s. Raises ShardlmError for options of its tower that there are not."""
-    told = processing(folder)
+    told = processing(folder, asked)
     own = vision_options(options["vision_config"], options["model_type"])
     make = {"qwen2_vl": _of_2, "qwen2_5_vl": _of_2_5, "exaone4_5": _of_2_5}.get(options["model_type"], _of_3)
     config = make(own, options["model_type"])

@@ -2,9 +2,11 @@
 
 import importlib
 import pathlib
+import types
 from collections.abc import Mapping
 from typing import Any
 
+from shardlm.errors import ShardlmError
 from shardlm.vision.sight import Sight
 
 FAMILIES = {
@@ -21,15 +23,24 @@ FAMILIES = {
     "smolvlm": "smolvlm",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }
+# How large images become, of families that read them in any size.
+SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "pixtral": ("size",)}
 
 
-def sight_of(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:
+def sight_of(
+    folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any] = types.MappingProxyType({})
+) -> Sight | None:
     """How a checkpoint sees: from its config.json (`options`) and what its folder says of images and tokens. None: it
-    is a text model, or what sees in it is of no family here, so that its text is served alone.
+    is a text model, or what sees in it is of no family here, so that its text is served alone. `asked`: how images are
+    to be prepared otherwise than the folder says, by the names of its preprocessor_config.json (SIZES).
 
     Raises ShardlmError for options that its family does not have.
     """
     family = FAMILIES.get(options.get("model_type", ""))
     if family is None or not isinstance(options.get("vision_config"), Mapping):
         return None
-    return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options)
+    known = SIZES.get(family, ())
+    if unknown := [name for name in asked if name not in known]:
+        takes = f"takes {', '.join(known)}" if known else "has images of one size"
+        raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {takes}; leave it out")
+    return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)

@@ -76,14 +76,14 @@ class SmolvlmEncoder(nnx.Module):
         return self.out(x.reshape(-1, self.config.merge**2 * x.shape[-1]), execution)
 
 
-def sight(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight:
+def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:
     """Of `model_type` idefics3 and smolvlm. Tokens say of each tile where it stands, and line ends part their rows."""
     told = options["vision_config"]
     own, merge = vision_options(told, "smolvlm_vision"), options.get("scale_factor") or 2
     own.aside("max_image_size", "size", "use_base_siglip")
     siglip = SiglipConfig.told(own, told.get("image_size") or 224, patch=32, width=1152, heads=16)
     own.finish()
-    images = SmolvlmImages.told(processing(folder), siglip.patch, merge)
+    images = SmolvlmImages.told(processing(folder, asked), siglip.patch, merge)
     token = options.get("image_token_id") or 128_257
     around, every = token_ids(folder, ("<fake_token_around_image>", "<global-img>"))
     longest = round(images.most**0.5)

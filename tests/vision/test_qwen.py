@@ -111,3 +111,12 @@ def test_published(kind: str, tmp_path: pathlib.Path):
         )
     assert encoder.bytes == 2 * sum(a.numel() for a in theirs.visual.parameters())
     assert (sight.sizes[0], sight.sizes[-1]) == (1024, 65_536) and sight.deep == 3 * (kind == "qwen3_vl")
+
+
+def test_how_large_images_become_may_be_said_otherwise(tmp_path):
+    path, _ = folder_of("qwen2_5_vl", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert sight_of(path, config, {"max_pixels": 1024}).sizes[-1] == 64
+    assert sight_of(path, config, {"max_pixels": 1024}).prepare(noise(90, 90)).patches <= 64
+    with pytest.raises(ShardlmError, match="has 'longest', and qwen2_5_vl takes min_pixels, max_pixels, size"):
+        sight_of(path, config, {"longest": 3})
