@@ -187,8 +187,8 @@ class _Tally:
 
 
 def fastest(plans: Sequence[Plan]) -> Plan:
-    """The first of those whose step takes least. The most hopeful are reckoned first, and none in full that takes longer
-    at least than what was found: of LFM2 8B-A1B on 16 GPUs 607 of the 1,348 ways that fit."""
+    """The first of those whose step takes least. The most hopeful are reckoned first, and none in full that takes
+    longer at least than what was found: of LFM2 8B-A1B on 16 GPUs 607 of the 1,348 ways that fit."""
     best, *others = sorted(range(len(plans)), key=lambda i: plans[i].least_seconds) if len(plans) > 1 else [0]
     for i in others:
         if plans[i].least_seconds > plans[best].step_seconds:
