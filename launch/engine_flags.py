@@ -67,7 +67,7 @@ _LIMITS = flags.DEFINE_string(
 _PREPARED = flags.DEFINE_string(
     "mm_processor_kwargs",
     None,
-    'How images are prepared otherwise than preprocessor_config.json says, {"max_pixels": N}; of Qwen\'s, Pixtral\'s.',
+    "How images are prepared otherwise than preprocessor_config.json says, {\"max_pixels\": N}; of Qwen's, Pixtral's.",
 )
 _ENABLE_LORA = flags.DEFINE_bool("enable_lora", False, "Room for adapters beside the weights, which come later.")
 _MAX_LORAS = flags.DEFINE_integer("max_loras", 1, "Adapters at once, at least those that are given.", lower_bound=1)

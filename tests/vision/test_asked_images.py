@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(llm):
     with pytest.raises(ShardlmError, match=r"LLM.beam_search reads text"):
         llm.beam_search({"prompt": "[IMG]", "multi_modal_data": {"image": FIRST}}, BeamSearchParams(2, 2))
     for name, words in (
-        ("mm_processor_kwargs", "preprocessor_config.json says"),
+        ("mm_processor_kwargs", "give it to the engine"),
         ("image", "multi_modal_data for images"),
     ):
         with pytest.raises(ShardlmError, match=f"a prompt has '{name}'; .*{words}"):

@@ -70,6 +70,7 @@ def test_tokens(eyes):
     assert eyes.sight.sizes == (16, 48, 80)
 
 
+@pytest.mark.wide
 def test_replies_are_those_of_transformers(tmp_path):
     model = drawn(made())
     folder = written(model, tmp_path, TOKENS, preprocessor_config=PREPARED)

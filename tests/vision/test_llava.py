@@ -106,6 +106,7 @@ def test_tokens(eyes, kind):
     assert (eyes.sight.token, eyes.sight.vector, eyes.sight.merged) == (TOKEN, TOKEN, 1)
 
 
+@pytest.mark.wide
 def test_replies_are_those_of_transformers(kind, tmp_path):
     model = drawn(made(kind))
     folder = written(model, tmp_path, TOKENS, preprocessor_config=prepared(kind))

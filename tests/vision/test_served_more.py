@@ -89,6 +89,7 @@ def llama4():
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("made", [kimi, llama4])
 def test_replies_are_those_of_transformers(made, tmp_path):
     model, token, tokens, prepared, images = made()

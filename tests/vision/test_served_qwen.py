@@ -18,9 +18,10 @@ ASKS = [
     ([7, 8, 9], []),
 ]
 MESHED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+PLAIN, WIDE = ("qwen2_5_vl", "qwen3_vl"), pytest.mark.wide  # windows and axes; DeepStack
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [kind if kind in PLAIN else pytest.param(kind, marks=WIDE) for kind in FAMILIES])
 def test_replies_are_those_of_transformers(kind, tmp_path):
     """All at once; once more, when what they begin with is in pages (which linear attention does not have); and of some
     on a mesh."""

@@ -102,6 +102,7 @@ def test_tokens(eyes):
     assert eyes.sight.sizes[-1] == 10 * 16
 
 
+@pytest.mark.wide
 def test_replies_are_those_of_transformers(kind, tmp_path):
     model = drawn(made(kind), seed=1)  # whose replies have no image token
     folder = folder_of(model, tmp_path)
