@@ -5,7 +5,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from shardlm.errors import ShardlmError
+from shardlm.hf_files import OF_IMAGES
 from shardlm.vision.sight import Sight
+
+TEXT_ALONE = 'limit_mm_per_prompt={"image": 0} serves its text without'
 
 FAMILIES = {
     "exaone4_5": "qwen",
@@ -27,9 +31,17 @@ def sight_of(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:
     """How a checkpoint sees: from its config.json (`options`) and what its folder says of images and tokens. None: it
     is a text model, or what sees in it is of no family here, so that its text is served alone.
 
-    Raises ShardlmError for options that its family does not have.
+    Raises ShardlmError for options that its family does not have, and for values that mean nothing there.
     """
     family = FAMILIES.get(options.get("model_type", ""))
     if family is None or not isinstance(options.get("vision_config"), Mapping):
         return None
-    return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options)
+    try:
+        return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options)
+    except ShardlmError as error:
+        raise ShardlmError(f"{error}. {TEXT_ALONE}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ShardlmError(
+            f"{folder}: the vision_config of config.json, {' or '.join(OF_IMAGES)} has a value that nothing can be "
+            f"made of ({type(error).__name__}: {error}); download them again. {TEXT_ALONE}"
+        ) from error
