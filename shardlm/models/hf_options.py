@@ -80,6 +80,7 @@ COUNTS = frozenset(
         *("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head"),
         *("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "n_positions"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "experts_per_token"),
+        *("depth", "embed_dim", "num_heads", "out_hidden_size", "spatial_merge_size", "temporal_patch_size"),
     ]
 )
 POSITIVE = frozenset(

@@ -34,18 +34,22 @@ class Pixels:
         for step in ("do_resize", "do_rescale", "do_normalize"):
             if told.get(step) is False:
                 raise ShardlmError(
-                    f"the folder prepares images with {step}=false, which is not supported; set it to true, or serve "
-                    'the text alone with limit_mm_per_prompt={"image": 0}'
+                    f"the folder prepares images with {step}=false, which is not supported; set it to true"
                 )
         made = cls(**usual)
         found = cls(
-            tuple(told.get("image_mean") or made.mean),
-            tuple(told.get("image_std") or made.std),
-            told.get("rescale_factor") or made.factor,
+            tuple(map(float, told.get("image_mean") or made.mean)),
+            tuple(map(float, told.get("image_std") or made.std)),
+            float(told.get("rescale_factor") or made.factor),
             made.resample if told.get("resample") is None else told["resample"],
         )
         if found.resample not in (LANCZOS, BILINEAR, BICUBIC):
             raise ShardlmError(f"the folder resizes images by resample={found.resample}; supported: 1 to 3")
+        if not len(found.mean) == len(found.std) == 3 or not all(found.std):
+            raise ShardlmError(
+                f"the folder has image_mean={found.mean} and image_std={found.std}; each needs 3 numbers, the second "
+                "none of them 0"
+            )
         return found
 
     def resized(self, pixels: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -117,7 +121,7 @@ def token_ids(folder: pathlib.Path, names: Sequence[str]) -> tuple[int, ...]:
     if missing:
         raise ShardlmError(
             f"the tokenizer in {folder} has no token {', '.join(missing)}, which images need; download its "
-            'tokenizer.json again, or serve the text alone with limit_mm_per_prompt={"image": 0}'
+            "tokenizer.json again"
         )
     return tuple(found[name] for name in names)
 

@@ -46,6 +46,8 @@ class QwenImages:
         size = told.get("size") or {}
         fewest = told.get("min_pixels") or size.get("shortest_edge") or FEWEST
         most = told.get("max_pixels") or size.get("longest_edge") or MOST
+        if most < (least := max(fewest, (patch * merge) ** 2)):
+            raise ShardlmError(f"the folder's images have {fewest} to {most} pixels; the second needs {least} or more")
         return cls(fewest, most, patch, merge, Pixels.told(told, mean=CLIP_MEAN, std=CLIP_STD), window, side)
 
     @property

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.hf_files import OF_IMAGES
 from shardlm.vision.sight import Sight
+
+TEXT_ALONE = 'limit_mm_per_prompt={"image": 0} serves its text without'
 
 FAMILIES = {
     "exaone4_5": "qwen",
@@ -34,7 +37,7 @@ def sight_of(
     is a text model, or what sees in it is of no family here, so that its text is served alone. `asked`: how images are
     to be prepared otherwise than the folder says, by the names of its preprocessor_config.json (SIZES).
 
-    Raises ShardlmError for options that its family does not have.
+    Raises ShardlmError for options that its family does not have, and for values that mean nothing there.
     """
     family = FAMILIES.get(options.get("model_type", ""))
     if family is None or not isinstance(options.get("vision_config"), Mapping):
@@ -43,4 +46,12 @@ def sight_of(
     if unknown := [name for name in asked if name not in known]:
         takes = f"takes {', '.join(known)}" if known else "has images of one size"
         raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {takes}; leave it out")
-    return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
+    try:
+        return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
+    except ShardlmError as error:
+        raise ShardlmError(f"{error}. {TEXT_ALONE}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ShardlmError(
+            f"{folder}: the vision_config of config.json, {' or '.join(OF_IMAGES)} has a value that nothing can be "
+            f"made of ({type(error).__name__}: {error}); download them again. {TEXT_ALONE}"
+        ) from error

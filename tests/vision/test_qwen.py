@@ -70,6 +70,30 @@ def test_options_that_are_not_known(tmp_path: pathlib.Path):
             sight_of(path, config | {"vision_config": config["vision_config"] | option})
 
 
+@pytest.mark.parametrize(
+    "file, told, message",
+    [
+        ("config.json", {"depth": "27"}, "depth='27'; it needs a whole number"),
+        ("config.json", {"num_heads": 0}, "num_heads=0; it needs a whole number"),
+        ("config.json", {"spatial_merge_size": 0}, "spatial_merge_size=0; it needs a whole number"),
+        ("preprocessor_config.json", {"size": "large", "min_pixels": 0}, "a value that nothing can be made of"),
+        ("preprocessor_config.json", {"image_std": "half"}, "a value that nothing can be made of"),
+        ("preprocessor_config.json", {"image_mean": [0.5]}, r"image_mean=\(0.5,\)"),
+        ("preprocessor_config.json", {"max_pixels": 10}, "256 to 10 pixels"),
+    ],
+)
+def test_damaged_files(file, told, message, tmp_path: pathlib.Path):
+    """Are refused by name, and it is said how to do without."""
+    folder, _ = folder_of("qwen2_5_vl", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    if file == "config.json":
+        config["vision_config"] |= told
+    else:
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | told))
+    with pytest.raises(ShardlmError, match=f'{message}.*image": 0}} serves its text without'):
+        sight_of(folder, config)
+
+
 # As published with Qwen2-VL 7B, Qwen2.5-VL 7B and Qwen3-VL 4B, and what their files say of preparing images.
 PUBLISHED = {
     "qwen2_vl": (

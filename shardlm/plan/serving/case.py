@@ -63,9 +63,10 @@ class ServedModel:
         return cls(name, shape.without_mtp(), dtype, config.train.seq_len, shape.mtp)
 
     @classmethod
-    def of_folder(cls, path: str | os.PathLike, length: int = 0) -> "ServedModel":
+    def of_folder(cls, path: str | os.PathLike, length: int = 0, sees: bool = True) -> "ServedModel":
         """A Hugging Face folder or what is opened as one, or a config.json alone: no weights are read. `length` as
-        max_model_len. Raises ShardlmError where there is none, or for an architecture that shardlm does not have."""
+        max_model_len; without `sees` its text alone is served. Raises ShardlmError where there is none, or for an
+        architecture that shardlm does not have."""
         given = pathlib.Path(path)
         path = home(given if given.exists() else installed(str(path)) or given)
         if not path.is_dir() and path.name != "config.json":  # another one beside it would be planned for
@@ -77,7 +78,7 @@ class ServedModel:
         few = str(folder) if supported(options) else ""
         name = folder.name if given == path else given.name
         longest = registry.longest(options)
-        seen = seen_of(folder, options, shape.embed_dim)
+        seen = seen_of(folder, options, shape.embed_dim) if sees else None
         return cls(name or str(given), shape.without_mtp(), stored_dtype(source), longest, shape.mtp, few, seen)
 
 
