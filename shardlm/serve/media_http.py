@@ -69,9 +69,18 @@ def _url(address: str, rules: MediaRules) -> yarl.URL:
     if rules.allowed_media_domains and url.host not in map(str.lower, rules.allowed_media_domains):
         names = ", ".join(rules.allowed_media_domains)
         raise BadImage(f"images are not fetched from {url.host:.100}, only from {names} (allowed_media_domains)")
-    if not rules.allowed_media_domains and _is_address(url.host):
-        _check_public(url.host, url.host)
+    if not rules.allowed_media_domains:
+        _check_written(url.host)
     return url
+
+
+def _check_written(host: str) -> None:
+    """Raises BadImage for an address that is not public, and for one in a short form (127.1, 2130706433): aiohttp before
+    3.14 gives every text of digits and dots to the system, which knows such forms, without asking the resolver."""
+    if _is_address(host):
+        _check_public(host, host)
+    elif host.replace(".", "").isdigit():
+        raise BadImage(f"images are not fetched from {host:.100}: an address has four numbers up to 255")
 
 
 class _Resolver(AbstractResolver):

@@ -90,7 +90,7 @@ def test_nothing_is_read_of_private_networks(server, port):
     hosts = ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "127.1", "0", "0.0.0.0"]
     hosts += ["localhost.", "[64:ff9b::7f00:1]", "[2002:7f00:1::]"]
     for host in hosts:
-        with pytest.raises(BadImage, match=r"whose address is not public|could not be fetched"):
+        with pytest.raises(BadImage, match=r"whose address is not public|could not be fetched|has four numbers"):
             fetch(f"http://{host}:{port}/a.png")
     with pytest.raises(BadImage, match=r"not fetched from 127.0.0.1, whose address is not public; allowed_media_dom"):
         fetch(f"http://127.0.0.1:{port}/a.png")
@@ -111,6 +111,14 @@ def test_addresses_that_are_not_public(address):
 @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8"])
 def test_addresses_that_are(address):
     media_http._check_public(address, "host")
+
+
+@pytest.mark.parametrize("host", ["2130706433", "127.1", "127.0.1", "0177.0.0.1", "127.0.0.01", "0", "127.0.0.1."])
+def test_short_forms_of_addresses_are_refused_before_anything_is_asked(host):
+    """By the library that connects only since aiohttp 3.14: before, each of these but the last reached this machine."""
+    for rules in (NONE, MediaRules(("elsewhere",))):
+        with pytest.raises(BadImage, match="an address has four numbers|only from elsewhere"):
+            media_http._url(f"http://{host}:80/a.png", rules)
 
 
 def test_a_name_is_looked_at_where_the_connection_is_made(server, port, monkeypatch):
