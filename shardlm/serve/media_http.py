@@ -75,8 +75,8 @@ def _url(address: str, rules: MediaRules) -> yarl.URL:
 
 
 def _check_written(host: str) -> None:
-    """Raises BadImage for an address that is not public, and for one in a short form (127.1, 2130706433): aiohttp before
-    3.14 gives every text of digits and dots to the system, which knows such forms, without asking the resolver."""
+    """Raises BadImage for an address that is not public, and for one in a short form (127.1, 2130706433): aiohttp
+    before 3.14 gives every text of digits and dots to the system, which knows them, without asking the resolver."""
     if _is_address(host):
         _check_public(host, host)
     elif host.replace(".", "").isdigit():

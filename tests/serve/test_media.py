@@ -117,7 +117,7 @@ def test_addresses_that_are(address):
 def test_short_forms_of_addresses_are_refused_before_anything_is_asked(host):
     """By the library that connects only since aiohttp 3.14: before, each of these but the last reached this machine."""
     for rules in (NONE, MediaRules(("elsewhere",))):
-        with pytest.raises(BadImage, match="an address has four numbers|only from elsewhere"):
+        with pytest.raises(BadImage, match=r"an address has four numbers|only from elsewhere"):
             media_http._url(f"http://{host}:80/a.png", rules)
 
 
