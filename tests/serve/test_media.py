@@ -99,7 +99,7 @@ def test_nothing_is_read_of_private_networks(server, port):
 
 PRIVATE = """10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 127.255.0.1 0.0.0.0 224.0.0.1 240.0.0.1
 255.255.255.255 :: ::1 ::ffff:10.0.0.1 fe80::1 fe80::1%2 fc00::1 ff02::1 2002:a00:1:: 64:ff9b::a00:1 ::7f00:1 2001::1
-2001:db8::1 64:ff9b:1::1"""
+2001:db8::1 64:ff9b:1::1 fec0::1"""
 
 
 @pytest.mark.parametrize("address", PRIVATE.split())
@@ -125,16 +125,37 @@ def test_a_name_is_looked_at_where_the_connection_is_made(server, port, monkeypa
     """Whatever it was before: a name may stand for another address each time."""
     answers = [("93.184.216.34", port), ("127.0.0.1", port)]
 
-    def found(host, port, **_):
+    def looked_up(host, port, **_):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", answers.pop())]
 
-    async def looked_up(self, host, port, **_):
-        return found(host, port)
-
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", looked_up)
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
     with pytest.raises(BadImage, match=r"not fetched from images.example, whose address is not public"):
         fetch(f"http://images.example:{port}/a.png")
     assert not server.asked and len(answers) == 1
+
+
+def test_names_that_nobody_answers_for_take_no_thread_of_other_work(monkeypatch):
+    """As of somebody who makes the system wait for each name."""
+    answered = threading.Event()
+
+    def looked_up(host, port, **_):
+        answered.wait(20)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    async def both():
+        urls = [f"http://{number}.example/a.png" for number in range(40)]
+        asked = [asyncio.ensure_future(file_at(url, MediaRules(media_seconds=0.5))) for url in urls]
+        await asyncio.sleep(0.1)
+        begun = time.monotonic()
+        await asyncio.to_thread(time.monotonic)
+        took = time.monotonic() - begun
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        answered.set()
+        return took, found
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    took, found = asyncio.run(both())
+    assert took < 0.3 and all("had not come after 0.5 seconds" in str(one) for one in found)
 
 
 def test_redirections_are_looked_at_too(server, port):
