@@ -49,6 +49,10 @@ def _check_form(file: pathlib.Path, stream: BinaryIO) -> None:
 def _tensors(file: pathlib.Path, stream: BinaryIO) -> dict[str, Stored]:
     with zipfile.ZipFile(stream) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
+        if len(entries) < len(archive.infolist()):
+            raise ShardlmError(
+                f"{file} has several entries of one name, and readers differ in which they take; save anew"
+            )
         pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ShardlmError(

@@ -182,6 +182,15 @@ SAVE = r"\. AutoTokenizer.from_pretrained\(FOLDER\).save_pretrained\(FOLDER\) of
         ),
         ("tekken", written("tekken.json", b"{"), r"tekken.json is no tokenizer of Mistral's \(Expecting.*download it"),
         ("tekken", told_in("tekken.json", config={}), r"is no tokenizer of Mistral's \('pattern'\); download it again"),
+        # Hunyuan's, whose tokens behind the ranks are others than Qwen's.
+        (
+            "qwen",
+            written("tokenizer_config.json", b'{"tokenizer_class": "HYTokenizer"}'),
+            rf"qwen.tiktoken is of tokenizer_class='HYTokenizer', and how that cuts .* read of QWenTokenizer{SAVE}",
+        ),
+        ("qwen", written("tokenizer_config.json", b'{"tokenizer_class": "QWenTokenizer"}'), None),
+        ("kimi", told(tokenizer_class="HYTokenizer"), r"tiktoken.model is of tokenizer_class='HYTokenizer', and how"),
+        ("kimi", told(tokenizer_class="TikTokenTokenizer"), None),
         ("llama3", without("tokenizer_config.json"), f"names no special tokens, and tokenizer_config.json has.*{SAVE}"),
     ],
 )

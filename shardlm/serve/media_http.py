@@ -2,13 +2,15 @@
 cannot be another one by then, and each that an answer redirects to again."""
 
 import asyncio
+import concurrent.futures
+import contextlib
+import functools
 import ipaddress
 import socket
 
 import aiohttp
 import yarl
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 
 import shardlm
 from shardlm.serve.media import SHOWN, MediaRules, too_large
@@ -35,9 +37,12 @@ async def fetched(address: str, rules: MediaRules) -> bytes:
 
 
 async def _fetched(url: yarl.URL, rules: MediaRules) -> bytes:
-    connector = aiohttp.TCPConnector(resolver=_Resolver(rules), use_dns_cache=False)
+    resolver = _Resolver(rules)
+    connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False)
     options = {"cookie_jar": aiohttp.DummyCookieJar(), "auto_decompress": False, "headers": _HEADERS}
-    async with aiohttp.ClientSession(connector=connector, **options) as session:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(resolver.close)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, **options))
         for _ in range(REDIRECTS + 1):
             async with session.get(url, allow_redirects=False) as answer:
                 if answer.status in _MOVED and (to := answer.headers.get("location")):
@@ -69,28 +74,49 @@ def _url(address: str, rules: MediaRules) -> yarl.URL:
     if rules.allowed_media_domains and url.host not in map(str.lower, rules.allowed_media_domains):
         names = ", ".join(rules.allowed_media_domains)
         raise BadImage(f"images are not fetched from {url.host:.100}, only from {names} (allowed_media_domains)")
-    if not rules.allowed_media_domains and _is_address(url.host):
-        _check_public(url.host, url.host)
+    if not rules.allowed_media_domains:
+        _check_written(url.host)
     return url
 
 
+def _check_written(host: str) -> None:
+    """Raises BadImage for an address that is not public, and for one in a short form (127.1, 2130706433): aiohttp
+    before 3.14 gives every text of digits and dots to the system, which knows them, without asking the resolver."""
+    if _is_address(host):
+        _check_public(host, host)
+    elif host.replace(".", "").isdigit():
+        raise BadImage(f"images are not fetched from {host:.100}: an address has four numbers up to 255")
+
+
 class _Resolver(AbstractResolver):
-    """Of names, which must stand for public addresses unless they are allowed by name."""
+    """Of names, which must stand for public addresses unless they are allowed by name. The system may take half a
+    minute over a name, in a thread that nothing ends: it is one of its own, as the event loop's few do other work."""
 
     def __init__(self, rules: MediaRules):
-        self._rules, self._names = rules, ThreadedResolver()
+        self._rules, self._thread = rules, concurrent.futures.ThreadPoolExecutor(1, "names")
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await self._names.resolve(host, port, family)
+        kinds = {"family": family, "type": socket.SOCK_STREAM, "flags": socket.AI_ADDRCONFIG}
+        ask = functools.partial(socket.getaddrinfo, host, port, **kinds)
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, ask)
         if not self._rules.allowed_media_domains:
-            for one in found:
-                _check_public(one["host"], host)
-        return found
+            for *_, address in found:
+                _check_public(address[0], host)
+        return [_result(host, *one) for one in found]
 
     async def close(self) -> None:
-        await self._names.close()
+        self._thread.shutdown(wait=False)
+
+
+def _result(host: str, family: int, kind: int, proto: int, name: str, address: tuple) -> ResolveResult:
+    """What `socket.getaddrinfo` gives, as aiohttp has it."""
+    scope = f"%{address[3]}" if family == socket.AF_INET6 and address[3] else ""  # of an address of one link
+    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return ResolveResult(
+        hostname=host, host=address[0] + scope, port=address[1], family=family, proto=proto, flags=numeric
+    )
 
 
 def _is_address(host: str) -> bool:
@@ -105,7 +131,7 @@ def _check_public(address: str, host: str) -> None:
     """Raises BadImage for an address that is not everybody's, such as this machine's or its network's."""
     found = ipaddress.ip_address(address.partition("%")[0])
     found = getattr(found, "ipv4_mapped", None) or found
-    private = not found.is_global or found.is_reserved or found.is_multicast
+    private = not found.is_global or found.is_reserved or found.is_multicast or getattr(found, "is_site_local", False)
     if private or any(found in network for network in _EMBEDDING if network.version == found.version):
         raise BadImage(
             f"images are not fetched from {host:.100}, whose address is not public; allowed_media_domains can allow it"

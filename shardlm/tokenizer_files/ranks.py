@@ -20,18 +20,22 @@ class How(NamedTuple):
     """cut      expression that cuts words
     begins   whether texts begin with bos_token unless they say otherwise
     further  names of the tokens that follow the ranks where no file names them; {} is the id
+    kinds    classes whose code says all this, of which files by this name may be; (): of any
     """
 
     cut: str
     begins: bool = False
     further: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 # By name of the file: Kimi K2's, Qwen 1's and Llama 3's, with the tokens that their own code has.
 HOW = {
-    KIMI: How(splits.KIMI, further=("<|reserved_token_{}|>",) * 256),
+    KIMI: How(splits.KIMI, further=("<|reserved_token_{}|>",) * 256, kinds=("TikTokenTokenizer",)),
     QWEN: How(
-        splits.QWEN, further=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+        splits.QWEN,
+        further=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
+        kinds=("QWenTokenizer",),
     ),
     FILE: How(splits.SPLIT, begins=True),
 }
@@ -46,6 +50,11 @@ def is_ranks(file: pathlib.Path) -> bool:
 def read(folder: pathlib.Path, told: Told) -> str:
     """Its tokenizer.json. Raises ShardlmError for a damaged file, and where nothing names the tokens besides."""
     file, how = next((file, how) for name, how in HOW.items() for file in sorted(folder.glob(name)) if file.is_file())
+    if told.kind and how.kinds and told.kind not in how.kinds:
+        raise told.refuse(
+            f"{file} is of tokenizer_class={told.kind!r}, and how that cuts texts and what it adds is not known here; "
+            f"such files are read of {', '.join(how.kinds)}"
+        )
     vocab = _vocab(file)
     behind = {token.id for token in told.added if token.id is not None and token.id >= len(vocab)}
     if not (how.further or behind):

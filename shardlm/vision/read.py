@@ -16,11 +16,17 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_BYTES = 32 * 2**20  # of a file, as of a request's body
 MAX_PIXELS = 2**26  # 8192 x 8192, 192 MiB once unpacked: a file of 100 KB may say it has 10^9
 MAX_SIDE = 2**15
+# Each goes over all pixels, in 12 ms for 16 million, and may take 56 bytes of a file: 32 MiB of them hours of a core.
+# Programs write ten or so; libtiff has the same bound.
+MAX_SCANS = 100
 WHITE = (255, 255, 255)
 
 _HEAD = 200  # characters before a data URL's comma
 _SPACE = re.compile(r"\s+")
 _ORIENTATION = 0x0112  # of Exif
+_TILE = (322, 323)  # width and height of a TIFF's tiles, each of which is unpacked as a whole
+_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # of a JPEG, but for those without a length within scans
+_SEGMENTS = 4096  # of a JPEG: 32 MiB of profiles are 512
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -92,6 +98,7 @@ def _of_file(file: bytes) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(file), formats=FORMATS) as image:
             check_size(*image.size)
+            _check_work(image, file)
             return _unpacked(image, image.format)
     except Image.UnidentifiedImageError:
         what = f"{len(file)} bytes that begin with {file[:12]!r}" if file else "empty"
@@ -102,6 +109,28 @@ def _of_file(file: bytes) -> np.ndarray:
         raise
     except Exception as error:  # a file may be wrong in every way, and Pillow's readers raise whatever comes of it
         raise BadImage(f"an image's file cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _check_work(image: Image.Image, file: bytes) -> None:
+    """Raises BadImage for a file that takes far more memory or time than its pixels do."""
+    tags = getattr(image, "tag_v2", {})
+    if image.format == "TIFF" and all(tag in tags for tag in _TILE):
+        check_size(*(tags[tag] for tag in _TILE))
+    # Anything but a scan's beginning may have these bytes too, which is no reason to look closer as a rule.
+    if file.startswith(b"\xff\xd8") and file.count(b"\xff\xda") > MAX_SCANS and _scans(file) > MAX_SCANS:
+        raise BadImage(f"an image's JPEG data has more than {MAX_SCANS} scans; save it again")
+
+
+def _scans(jpeg: bytes) -> int:
+    """How many scans its first image has, up to one above MAX_SCANS. Raises BadImage for one of too many segments."""
+    found, at = 0, 2
+    for _ in range(_SEGMENTS):
+        marker = _MARKER.search(jpeg, at)
+        if marker is None or marker[1] == b"\xd9" or found > MAX_SCANS:  # its end
+            return found
+        found += marker[1] == b"\xda"
+        at = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2], "big")
+    raise BadImage(f"an image's JPEG data has more than {_SEGMENTS} segments; save it again")
 
 
 def _unpacked(image: Image.Image, kind: str) -> np.ndarray:

@@ -209,6 +209,16 @@ def test_an_entry_that_is_not_where_the_archive_says(tmp_path):
         header(file)
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_entries_of_one_name_are_refused(tmp_path):
+    """Readers differ in which they take, so that what one looked at is not what another runs with."""
+    file = save(tmp_path / "x.bin", {"a": A})
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/data/0", (A + 1).tobytes())
+    with pytest.raises(ShardlmError, match=r"x.bin has several entries of one name"):
+        header(file)
+
+
 def test_folders_are_read_as_transformers_chooses(tmp_path):
     """One file, else what the index names, else all that are numbered; safetensors before any of them."""
     folder, rng = tmp_path / "f", np.random.default_rng(0)

@@ -90,7 +90,7 @@ def test_nothing_is_read_of_private_networks(server, port):
     hosts = ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "127.1", "0", "0.0.0.0"]
     hosts += ["localhost.", "[64:ff9b::7f00:1]", "[2002:7f00:1::]"]
     for host in hosts:
-        with pytest.raises(BadImage, match=r"whose address is not public|could not be fetched"):
+        with pytest.raises(BadImage, match=r"whose address is not public|could not be fetched|has four numbers"):
             fetch(f"http://{host}:{port}/a.png")
     with pytest.raises(BadImage, match=r"not fetched from 127.0.0.1, whose address is not public; allowed_media_dom"):
         fetch(f"http://127.0.0.1:{port}/a.png")
@@ -99,7 +99,7 @@ def test_nothing_is_read_of_private_networks(server, port):
 
 PRIVATE = """10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 127.255.0.1 0.0.0.0 224.0.0.1 240.0.0.1
 255.255.255.255 :: ::1 ::ffff:10.0.0.1 fe80::1 fe80::1%2 fc00::1 ff02::1 2002:a00:1:: 64:ff9b::a00:1 ::7f00:1 2001::1
-2001:db8::1 64:ff9b:1::1"""
+2001:db8::1 64:ff9b:1::1 fec0::1"""
 
 
 @pytest.mark.parametrize("address", PRIVATE.split())
@@ -113,20 +113,49 @@ def test_addresses_that_are(address):
     media_http._check_public(address, "host")
 
 
+@pytest.mark.parametrize("host", ["2130706433", "127.1", "127.0.1", "0177.0.0.1", "127.0.0.01", "0", "127.0.0.1."])
+def test_short_forms_of_addresses_are_refused_before_anything_is_asked(host):
+    """By the library that connects only since aiohttp 3.14: before, each of these but the last reached this machine."""
+    for rules in (NONE, MediaRules(("elsewhere",))):
+        with pytest.raises(BadImage, match=r"an address has four numbers|only from elsewhere"):
+            media_http._url(f"http://{host}:80/a.png", rules)
+
+
 def test_a_name_is_looked_at_where_the_connection_is_made(server, port, monkeypatch):
     """Whatever it was before: a name may stand for another address each time."""
     answers = [("93.184.216.34", port), ("127.0.0.1", port)]
 
-    def found(host, port, **_):
+    def looked_up(host, port, **_):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", answers.pop())]
 
-    async def looked_up(self, host, port, **_):
-        return found(host, port)
-
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", looked_up)
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
     with pytest.raises(BadImage, match=r"not fetched from images.example, whose address is not public"):
         fetch(f"http://images.example:{port}/a.png")
     assert not server.asked and len(answers) == 1
+
+
+def test_names_that_nobody_answers_for_take_no_thread_of_other_work(monkeypatch):
+    """As of somebody who makes the system wait for each name."""
+    answered = threading.Event()
+
+    def looked_up(host, port, **_):
+        answered.wait(20)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    async def both():
+        urls = [f"http://{number}.example/a.png" for number in range(40)]
+        asked = [asyncio.ensure_future(file_at(url, MediaRules(media_seconds=0.5))) for url in urls]
+        await asyncio.sleep(0.1)
+        begun = time.monotonic()
+        await asyncio.to_thread(time.monotonic)
+        took = time.monotonic() - begun
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        answered.set()
+        return took, found
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    took, found = asyncio.run(both())
+    assert took < 0.3 and all("had not come after 0.5 seconds" in str(one) for one in found)
 
 
 def test_redirections_are_looked_at_too(server, port):

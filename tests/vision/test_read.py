@@ -143,6 +143,43 @@ def test_sizes_are_refused_before_anything_is_unpacked(monkeypatch):
         pixels_of("data:;base64," + "A" * (2 * read.MAX_BYTES + 1))
 
 
+def tiled(side):
+    """A TIFF of 16 x 16 pixels in one tile of `side`, unpacked a thousand times as large as it is."""
+    data = zlib.compress(bytes(side * side))
+    tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1), (322, side), (323, side), (324, 0), (325, 0)]
+    values = dict(tags) | {324: 14 + 12 * len(tags), 325: len(data)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + data
+
+
+def test_tiles_are_as_large_as_an_image_at_most(monkeypatch):
+    assert pixels_of(tiled(64)).shape == (16, 16, 3)
+    monkeypatch.setattr(read, "_unpacked", None)
+    for side in (8200, 32768):  # of 1 GiB, in 1 MB
+        head = tiled(64).replace(struct.pack("<HHII", 322, 4, 1, 64), struct.pack("<HHII", 322, 4, 1, side))
+        with pytest.raises(BadImage, match=rf"has {side} x {side} pixels; at most"):
+            pixels_of(head.replace(struct.pack("<HHII", 323, 4, 1, 64), struct.pack("<HHII", 323, 4, 1, side)))
+
+
+def test_scans_of_a_jpeg_are_counted(monkeypatch):
+    plain = file(Image.fromarray(FLAT), "JPEG", progressive=True)
+    last = plain[plain.rindex(b"\xff\xc4") : -2]  # its last scan, with the table before
+    few, many = (plain[:-2] + last * count + plain[-2:] for count in (50, 100))
+    np.testing.assert_array_equal(pixels_of(few).shape, FLAT.shape)
+    # What follows the image, such as a film of the same moment, and what says something about it may have such bytes.
+    noted = plain[:2] + b"\xff\xfe" + struct.pack(">H", 1002) + b"\xff\xda" * 500 + plain[2:]
+    for more in (plain + b"\xff\xda" * 200, noted):
+        assert pixels_of(more).shape == FLAT.shape
+    filled = many.replace(b"\xff\xda", b"\xff\xff\xff\xda")  # as the format allows
+    segments = plain[:2] + b"\xff\xfe\0\x02" * 5000 + many[2:]
+    monkeypatch.setattr(read, "_unpacked", None)
+    for data in (many, filled, noted[:-2] + last * 100):
+        with pytest.raises(BadImage, match="has more than 100 scans; save it again"):
+            pixels_of(data)
+    with pytest.raises(BadImage, match="has more than 4096 segments; save it again"):
+        pixels_of(segments)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF", "GIF", "JPEG"])
 def test_files_that_are_cut_off_or_changed(kind):

@@ -17,7 +17,8 @@ AT_ONCE = 8  # images of a request that are fetched; then it is seen whether the
 
 async def pictures_of(call: Call, messages: Sequence[Message]) -> list[Picture]:
     """Those of a conversation that was rendered, in their order, prepared beside the event loop. Raises ApiError for
-    what is no image or cannot be had, and PromptTooLong where they alone are too many."""
+    what is no image or cannot be had and where too many requests wait, and PromptTooLong where they alone are too
+    many."""
     try:
         sent = images_in(messages)
     except BadMessage as error:
@@ -26,10 +27,11 @@ async def pictures_of(call: Call, messages: Sequence[Message]) -> list[Picture]:
         return []
     llm, found, tokens = call.service.llm, [], 0
     llm.images.check_count(len(sent))
-    for start in range(0, len(sent), AT_ONCE):
-        found += await _together(call, llm.images, sent[start : start + AT_ONCE], start + 1, len(sent))
-        tokens += sum(map(llm.images.tokens, found[start:]))
-        check_tokens(tokens, len(found), llm.max_model_len)
+    with call.preparing():
+        for start in range(0, len(sent), AT_ONCE):
+            found += await _together(call, llm.images, sent[start : start + AT_ONCE], start + 1, len(sent))
+            tokens += sum(map(llm.images.tokens, found[start:]))
+            check_tokens(tokens, len(found), llm.max_model_len)
     return found
 
 
@@ -49,9 +51,14 @@ async def _picture(call: Call, images: Images, sent: Sent, name: str) -> Picture
     try:
         if not isinstance(sent.value, str):
             raise BadMessage(f"an image is a {type(sent.value).__name__}; it is an address", sent.param)
-        inside = sent.value[:5].lower() == "data:"
-        image = sent.value if inside else await file_at(sent.value, call.service.settings.media)
-        return await asyncio.get_running_loop().run_in_executor(images.threads, images.prepared, image)
+        if sent.value[:5].lower() == "data:":
+            return await _prepared(images, sent.value)
+        async with call.service.files:  # until nothing needs the file
+            return await _prepared(images, await file_at(sent.value, call.service.settings.media))
     except ShardlmError as error:
         # By its number, as in other interfaces than a chat's it stood elsewhere in the request.
         raise ApiError(f"{name}: {error}", param="messages") from None
+
+
+async def _prepared(images: Images, image: str | bytes) -> Picture:
+    return await asyncio.get_running_loop().run_in_executor(images.threads, images.prepared, image)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
@@ -24,6 +24,7 @@ from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
 
 KINDS = 32
+FILES = 64  # of images by their address that all requests hold at once: 2 GiB of the largest
 _TOOLS = "tools of type %.50r are not run here, and models are not told of them"
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and its replies so far
 
@@ -42,7 +43,8 @@ class Service(Serving):
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
         self.load = 0  # requests under way that have, or wait for, the devices
-        self.unanswered = 0  # prompts in the engine that have had no output yet
+        self.unanswered = 0  # prompts in the engine, or with images still to come, that have had no output yet
+        self.files = asyncio.Semaphore(FILES)
         self.long_texts = LongTexts()
         self._left_out: set[str] = set()  # what the log says of kinds of tools, or of options, that are
         self.shows_later_system: bool | None = None  # of the chat template; None: not looked at yet
@@ -128,6 +130,17 @@ class Call:
         outputs = _merged(streams)
         self.stack.push_async_callback(outputs.aclose)
         return _chained(await anext(outputs), outputs)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Inside what a prompt needs is still to come, and it is one of those that wait. Raises ApiError where too many
+        do."""
+        self.service.admit(1, 1)
+        self.service.unanswered += 1
+        try:
+            yield
+        finally:
+            self.service.unanswered -= 1
 
     def _forget(self, waiting: set[int]) -> None:
         self.service.unanswered -= len(waiting)

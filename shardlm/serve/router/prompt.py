@@ -5,7 +5,7 @@ Bodies that make no sense have no beginning; they go to some replica, which says
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from shardlm.serve.api.protocol import is_billing
 
 BLOCK = 256  # characters: some 64 tokens, four pages of a server
 MOST_BLOCKS = 256  # of one prompt; where 64k characters are equal, the rest decides little
+MOST = BLOCK * MOST_BLOCKS
 # An image counts as a text of about as many tokens, 1,024 of some 4 characters, and is known by its length and so many
 # characters of both ends: it may have ten million.
 IMAGE, ENDS = 4096, 16_384
@@ -74,7 +75,7 @@ def _blocks(body: _Body) -> Iterator[bytes]:
 def _pieces(body: _Body) -> Iterator[str]:
     """The text in the order in which chat templates write it: tools and instructions, then the messages."""
     if isinstance(body.context, list):  # the conversation so far
-        yield " ".join(map(str, body.context[: BLOCK * MOST_BLOCKS]))
+        yield " ".join(map(str, body.context[:MOST]))
     if body.tools:
         yield _ENCODE(body.tools).decode()
     if isinstance(body.system, str | list):
@@ -93,7 +94,7 @@ def _pieces(body: _Body) -> Iterator[str]:
     elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         yield from _pieces(_Body(prompt=prompt[0]))  # of several prompts the first stands for all
     elif isinstance(prompt, list):
-        yield " ".join(map(str, prompt[: BLOCK * MOST_BLOCKS]))
+        yield " ".join(map(str, prompt[:MOST]))
 
 
 def _turns(messages: Any) -> Iterator[str]:
@@ -111,7 +112,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_part(part) for part in content if not is_billing(part))
+        return _joined("\n", (_part(part) for part in content if not is_billing(part)))
     return _ENCODE(content).decode()
 
 
@@ -123,13 +124,25 @@ def _part(part: Any) -> str:
     if part.get("type") in _IMAGES:
         return _picture(_ENCODE({name: value for name, value in part.items() if name != "cache_control"}))
     if isinstance(part.get("content"), list):  # of a tool, which may have images
-        part = {**part, "content": _text(part["content"])}
+        # Cut, as each text within a text is longer, and has twice the marks around its own.
+        part = {**part, "content": _text(part["content"])[:MOST]}
     return _ENCODE({name: value for name, value in part.items() if name != "cache_control"}).decode()
 
 
 def _pictures(images: Any) -> str:
     """Ollama's, beside the text."""
-    return "".join(_picture(_ENCODE(one)) for one in images) if isinstance(images, list) else ""
+    return _joined("", (_picture(_ENCODE(one)) for one in images)) if isinstance(images, list) else ""
+
+
+def _joined(between: str, pieces: Iterable[str]) -> str:
+    """As many as are looked at: an image of three characters counts as thousands."""
+    found, length = [], 0
+    for piece in pieces:
+        found.append(piece)
+        length += len(piece)
+        if length > MOST:
+            break
+    return between.join(found)
 
 
 def _picture(image: bytes) -> str:

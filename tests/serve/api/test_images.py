@@ -3,6 +3,7 @@ is none is refused in words."""
 
 import asyncio
 import base64
+import json
 import threading
 
 import anthropic
@@ -15,6 +16,7 @@ from sockets import listens
 
 from shardlm.errors import ShardlmError
 from shardlm.serve import images, media
+from shardlm.serve.api import service
 from shardlm.serve.images import Images
 from shardlm.serve.media import MediaRules
 from shardlm.vision.read import pixels_of
@@ -316,6 +318,45 @@ def test_addresses(tmp_path, monkeypatch):
     asks = {"instructions": "s", "input": user({"type": "input_image", "image_url": "a.png"})}
     told = error(client.post("/v1/responses", asks), 400)
     assert told["message"].startswith("image 1 of 1: ") and told["param"] == "input"
+
+
+async def _held(client, monkeypatch, requests, file):
+    """(answers to requests of twelve images by address; the most that were fetched at once; how many waited then)."""
+    now, most, waited = 0, 0, []
+
+    async def fetched(url, rules):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        waited.append(client.service.unanswered)
+        try:
+            await asyncio.sleep(0.05)
+        finally:
+            now -= 1
+        return file
+
+    monkeypatch.setattr(media, "_http", fetched)
+    parts = [{"type": "image_url", "image_url": f"https://images.example/{i}"} for i in range(12)]
+    content = json.dumps({"messages": user(*parts)})
+    answers = await asyncio.gather(*(client.send("POST", CHAT, content) for _ in range(requests)))
+    return answers, most, max(waited)
+
+
+@pytest.mark.parametrize(("file", "status"), [(ONE, 200), (b"none", 400)])
+def test_files_of_all_requests_have_a_bound(llm, monkeypatch, file, status):
+    monkeypatch.setattr(service, "FILES", 10)
+    client = Client(llm)
+    answers, most, waited = asyncio.run(_held(client, monkeypatch, 3, file))
+    assert [answer.status_code for answer in answers] == [status] * 3 and (most, waited) == (10, 3)
+    assert client.service.unanswered == 0 and client.service.files._value == 10
+
+
+def test_requests_whose_images_come_wait_with_the_others(llm, monkeypatch):
+    client = Client(llm, max_queue=2)
+    answers, _, waited = asyncio.run(_held(client, monkeypatch, 5, ONE))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(refused) == 3 and waited == 2
+    assert all("2 requests wait for their first token" in error(answer, 429)["message"] for answer in refused)
 
 
 def test_of_what_is_prompts_in_memory(llm):

@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -189,3 +190,23 @@ def test_bodies_that_make_no_sense_have_no_beginning():
     for wrong in (5, [None], [["x"], 5], {"a": 1}, [[[[]]]]):
         for field in ("prompt", "messages", "input", "instructions", "tools", "system", "context"):
             assert of(**{field: wrong, "model": wrong}).model is None
+
+
+def test_small_bodies_stay_small():
+    """Where each of many images counts as thousands of characters, and results of tools are in results of tools."""
+    within = {"type": "text", "text": '"'}
+    for _ in range(20):  # each level alone would write twice as much: 40 of them, in 1.5 KB, more than any memory
+        within = {"type": "tool_result", "content": [within]}
+    several = [
+        [{"type": "image"}] * 50_000,
+        [{"type": "tool_result", "content": [{"type": "image"}] * 50_000}],
+        [within],
+    ]
+    bodies = [{"messages": [{"role": "user", "content": content}]} for content in several]
+    bodies += [{"images": [0] * 50_000}, {"messages": [{"role": "user", "images": [0] * 50_000}]}]
+    for body in bodies:
+        given = json.dumps(body).encode()
+        tracemalloc.start()
+        assert len(hints(given).blocks) > 32
+        assert tracemalloc.get_traced_memory()[1] < len(given) * 40 + 2**21
+        tracemalloc.stop()
