@@ -60,7 +60,7 @@ def test_there_is_room_for_the_images(family):
     sizes = EngineConfig(max_num_seqs=1, max_num_batched_tokens=48, block_size=4)
     engine, template = checkpoint_engine(str(family.folder), sizes, needed=20, images=3, size=SIZE)
     assert engine.max_model_len == 20 + 3 * TOKENS + BESIDE and template.source == TEMPLATE
-    with pytest.raises(ShardlmError, match="images_per_prompt=1: .* does not see here; leave images out"):
+    with pytest.raises(ShardlmError, match=r"images_per_prompt=1: .* does not see here; leave images out"):
         none = dataclasses.replace(sizes, limit_mm_per_prompt={"image": 0})
         checkpoint_engine(str(family.folder), none, needed=20, images=1, size=SIZE)
 
