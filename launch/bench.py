@@ -6,6 +6,7 @@ python -m launch.bench plan --config=configs/bench_strategies.py --output=benchm
 python -m launch.bench serve --config=configs/bench_768x12.py --rates=2,inf --concurrency=1,8,32 --output=serve.json
 python -m launch.bench serve --config=configs/bench_768x12.py --data=2 --tensor=2 --quantization=int8
 python -m launch.bench serve --url=http://HOST:PORT --rates=2,4 --file=chats.jsonl --goodput=ttft:0.5,tpot:0.05
+python -m launch.bench serve --model=FOLDER --concurrency=1,8 --images_per_prompt=1 --image_size=896x896
 python -m launch.bench gpu --output=benchmarks/results/gpu_h200.json --limit_seconds=570 --resume
 """
 
@@ -30,7 +31,7 @@ from shardlm.files import write_atomically
 
 BENCHMARKS = {
     "train": "the training step of a configuration, on made-up tokens",
-    "serve": "a configuration's model with random weights, or whatever answers at --url: under load over HTTP",
+    "serve": "a configuration's model with random weights, --model or whatever answers at --url: under load over HTTP",
     "strategies": "the same in each way of shardlm/train/strategies.py, one process after another, as one table",
     "plan": "meshes as the planner predicts them from a profile of this machine, beside what they take, and the ranks",
     "gpu": "all there is to know of a GPU at hand: training, decoding, kernels, the planner, the tests (bench_gpu.py)",
@@ -58,6 +59,14 @@ _TURNS = flags.DEFINE_integer(
 )
 _FILE = flags.DEFINE_string("file", None, "serve: JSONL of prompts, messages or ShareGPT's conversations, over HTTP.")
 _GOODPUT = flags.DEFINE_list("goodput", [], "serve: limits in seconds, as ttft:0.5,tpot:0.05,itl:0.2,e2e:9.")
+_IMAGES = flags.DEFINE_integer(
+    "images_per_prompt",
+    0,
+    "serve: random images before each prompt, of a --model or at a --url that sees.",
+    lower_bound=0,
+)
+_IMAGE_SIZE = flags.DEFINE_string("image_size", "512x512", "serve: HEIGHTxWIDTH of these images, in pixels.")
+_MODEL = flags.DEFINE_string("model", None, "serve: a checkpoint, as launch.serve takes it, instead of --config.")
 _URL = flags.DEFINE_string("url", None, "serve: a server with OpenAI's API, instead of --config. Key: SHARDLM_API_KEY.")
 _VOCAB = flags.DEFINE_integer("vocab", 256, "serve --url: random prompts are of token ids below this.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "serve: a PNG of the latencies and the throughput over the load.")
@@ -74,37 +83,76 @@ def main(resolved: Resolved, benchmark: str) -> int:
 
 
 def serve(config) -> int:
-    """Offline in this process, then over HTTP from another one."""
+    """A configuration's model, offline in this process, then over HTTP from another one."""
     from launch.devices import use_cpu_devices
-    from shardlm.mesh import MeshSpec
-    from shardlm.serve.bench.engine import bench_serving, serve_to
     from shardlm.serve.bench.random_engine import random_engine
-    from shardlm.serve.bench.turns import in_turns, longest
-    from shardlm.serve.bench.workload import check_shared, read_jobs, spread
     from shardlm.serve.engine_config import EngineConfig
 
-    asked()
+    if _IMAGES.value:
+        raise ShardlmError(
+            f"--images_per_prompt={_IMAGES.value}: a configuration's model reads text alone; give --model, a "
+            "checkpoint that sees, or --url of a server of one"
+        )
     sizes = mesh_sizes({"tensor": config.mesh.tensor, "expert": config.mesh.expert})
+    options, needed = _served(sizes)
     use_cpu_devices(config.cpu_devices and math.prod(sizes.values()))
-    prompt, output = _PROMPT_LEN.value, _OUTPUT_LEN.value
-    options = {"mesh": MeshSpec(**sizes), **engine_options()}
-    ratio = _RATIO.value
-    needed = spread(prompt, ratio)[-1] + spread(output, ratio)[-1]
-    needed = max(needed, longest(_TURNS.value, prompt, output)) if _TURNS.value else needed
     options["max_model_len"] = options["max_model_len"] or needed
-    check_shared(_SHARED.value, prompt, ratio)
-    if _FILE.value and any(not isinstance(job.body.get("prompt"), list) for job in read_jobs(_FILE.value, output)):
+    if _FILE.value and _has_texts():
         raise ShardlmError(
             f"{_FILE.value} has texts, and a model of random weights has no tokenizer or chat template for them: give "
             "prompts as token ids, or --url of a server of the model"
         )
     tell("compiling, before anything is measured")
-    engine = random_engine(config.model.transformer(), EngineConfig(**options))
+    return _measure(random_engine(config.model.transformer(), EngineConfig(**options)))
+
+
+def serve_checkpoint(benchmark: str) -> int:
+    """The same of --model."""
+    from shardlm.serve.bench.checkpoint import checkpoint_engine
+    from shardlm.serve.bench.image_work import size_of
+    from shardlm.serve.engine_config import EngineConfig
+
+    options, needed = _served(mesh_sizes())
+    size = size_of(_IMAGE_SIZE.value)
+    if _IMAGES.value and (_TURNS.value or _FILE.value):
+        raise ShardlmError("--images_per_prompt is of random prompts: leave --turns and --file out")
+    tell("opening and compiling, before anything is measured")
+    return _measure(*checkpoint_engine(_MODEL.value, EngineConfig(**options), needed, _IMAGES.value, size))
+
+
+def _served(sizes: dict[str, int]) -> tuple[dict, int]:
+    """(fields of EngineConfig, tokens of the longest request). Raises ShardlmError for what cannot be asked."""
+    from shardlm.mesh import MeshSpec
+    from shardlm.serve.bench.turns import longest
+    from shardlm.serve.bench.workload import check_shared, spread
+
+    asked()
+    prompt, output, ratio = _PROMPT_LEN.value, _OUTPUT_LEN.value, _RATIO.value
+    needed = spread(prompt, ratio)[-1] + spread(output, ratio)[-1]
+    needed = max(needed, longest(_TURNS.value, prompt, output)) if _TURNS.value else needed
+    check_shared(_SHARED.value, prompt, ratio)
+    return {"mesh": MeshSpec(**sizes), **engine_options()}, needed
+
+
+def _has_texts() -> bool:
+    from shardlm.serve.bench.workload import read_jobs
+
+    return any(not isinstance(job.body.get("prompt"), list) for job in read_jobs(_FILE.value, _OUTPUT_LEN.value))
+
+
+def _measure(engine, template=None) -> int:
+    """Offline in this process, then over HTTP from another one."""
+    from shardlm.serve.bench.engine import bench_serving, serve_to
+    from shardlm.serve.bench.image_work import size_of
+    from shardlm.serve.bench.turns import in_turns
+
     tell(f"compiled {engine.runner.num_programs} programs in {engine.runner.compile_seconds:.0f} s")
-    found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=_SHARED.value, tell=tell)
+    prompt, output, shared = _PROMPT_LEN.value, _OUTPUT_LEN.value, _SHARED.value
+    seen = {"images": _IMAGES.value, "image_size": size_of(_IMAGE_SIZE.value)}
+    found = bench_serving(engine, prompt_len=prompt, output_len=output, shared=shared, tell=tell, **seen)
     if _TURNS.value:
         found["turns"] = []
-        for row in in_turns(engine, _REQUESTS.value, _TURNS.value, prompt, output, _SHARED.value):
+        for row in in_turns(engine, _REQUESTS.value, _TURNS.value, prompt, output, shared):
             found["turns"].append(row)
             tell(
                 f"turn {row['turn']} of {_REQUESTS.value} conversations: {row['seconds']:.2f} s, "
@@ -113,7 +161,8 @@ def serve(config) -> int:
     if _RATES.value or _CONCURRENCY.value:
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "online.json")
-            asyncio.run(serve_to(engine, _client_command(file, engine.runner.model.config.vocab_size)))
+            command = _client_command(file, engine.runner.model.config.vocab_size)
+            asyncio.run(serve_to(engine, command, template))
             found |= {name: value for name, value in json.loads(file.read_text()).items() if name not in found}
     write(found)
     return 0
@@ -124,6 +173,7 @@ def _client_command(file: pathlib.Path, vocab: int) -> list[str]:
     shared = [_RATES, _CONCURRENCY, _GOODPUT]
     flags = [f"--{flag.name}={','.join(map(str, flag.value))}" for flag in shared if flag.value]
     given = [_REQUESTS, _PROMPT_LEN, _OUTPUT_LEN, _SHARED, _RATIO, _FILE, _PLOT]
+    given += [_IMAGES, _IMAGE_SIZE] if _IMAGES.value else []
     flags += [f"--{flag.name}={flag.value}" for flag in given if flag.value]
     flags += ["--quiet"] if _QUIET.value else []
     return [sys.executable, "-m", "launch.bench", "serve", *flags, f"--vocab={vocab}", f"--output={file}"]
@@ -137,24 +187,30 @@ def tell(text: str) -> None:
 
 def load(benchmark: str) -> int:
     """What answers at --url, under load. Imports no jax."""
-    from shardlm.serve.bench import online, workload
+    from shardlm.serve.bench import image_work, online, workload
     from shardlm.serve.bench.client import Client
     from shardlm.serve.bench.picture import plot_load
 
     count, new, prompt = _REQUESTS.value, _OUTPUT_LEN.value, _PROMPT_LEN.value
     shared, ratio = _SHARED.value, _RATIO.value
     rates, concurrency, limits = asked()
+    images, size = _IMAGES.value, image_work.size_of(_IMAGE_SIZE.value)
     if not rates and not concurrency:
         raise ShardlmError("give --rates or --concurrency, or both")
+    if images and _FILE.value:
+        raise ShardlmError("--images_per_prompt is of random prompts: give --file's messages images of their own")
 
     def jobs(seed: int):
         if _FILE.value:
             return workload.file_jobs(_FILE.value, count, new, seed)
+        if images:
+            return image_work.image_jobs(count, prompt, new, shared, seed, ratio, images, size)
         return workload.random_jobs(count, prompt, new, shared, _VOCAB.value, seed, ratio)
 
     client = Client(_URL.value, os.environ.get("SHARDLM_API_KEY", ""))
     found = asyncio.run(online.bench(client, jobs, rates=rates, concurrency=concurrency, limits=limits, tell=tell))
     made = {"prompt_len": prompt, "shared_prefix": shared, "range_ratio": ratio}
+    made |= {"images_per_prompt": images, "image_size": list(size)} if images else {}
     kind = {"file": _FILE.value} if _FILE.value else made
     write({"benchmark": benchmark, "model": client.model, "workload": {**kind, "output_len": new}, "online": found})
     if _PLOT.value:
@@ -313,8 +369,10 @@ if __name__ == "__main__":
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if not first.startswith("-") and first not in BENCHMARKS:
         sys.exit(f"error: {unknown(first)}")  # before a configuration is asked for
-    remote = first == "serve" and any(word.split("=")[0] in ("--url", "-url") for word in sys.argv)
-    start = load if remote else main
+    start = main
+    for name, own in (("model", serve_checkpoint), ("url", load)):  # which need no configuration
+        if first == "serve" and any(word.split("=")[0] in (f"--{name}", f"-{name}") for word in sys.argv):
+            start = own
     if first == "gpu":
         from launch.bench_gpu import main as start  # defines its own flags
     run(start, needs_config=start is main, processes=True, arguments=("benchmark",))

@@ -169,6 +169,14 @@ class Recurrent:
         return self.value_width or self.width
 
 
+@dataclasses.dataclass(frozen=True)
+class Looked:
+    """One image in so many patches through an encoder of published_eyes.EYES, a square."""
+
+    eyes: str
+    patches: int
+
+
 Shape = (
     Paged
     | Whole
@@ -181,6 +189,7 @@ Shape = (
     | FewBitsExperts
     | Held8
     | Recurrent
+    | Looked
 )
 KernelCases = Mapping[str, Shape]
 
@@ -211,6 +220,12 @@ _REMEMBERED = Recurrent(64, 16, 32, 16, 128, served=True)  # as Qwen3-Next and Q
 _PROMPT = Recurrent(1, 8192, 32, 16, 128)
 _TRAINED = dataclasses.replace(_PROMPT, tokens=2048, back=True)  # no more: tokens one by one keep a state each
 _MAMBA = Recurrent(1, 8192, 128, 8, 128, takes_back=False, value_width=64)  # as Nemotron-H 8B
+_IMAGES = (
+    *(("Qwen2.5-VL 7B", patches) for patches in (1024, 4096, 16_384)),  # squares of 448, 896 and 1,792 pixels
+    ("Qwen3-VL 8B", 4096),
+    ("Gemma 3", 4096),
+    ("Mistral Small 3.1", 4096),
+)
 FULL: Mapping[str, KernelCases] = MappingProxyType(
     {
         "paged attention": {
@@ -286,6 +301,7 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "int4, 128 experts, 128 rows each": FewBitsExperts(128, 2048, 768, 128, FORMS["int4"], True),
             "mxfp4, 32 experts, 16 rows each": FewBitsExperts(16, 2880, 2880, 32, FORMS["mxfp4"], True),
         },
+        "images": {f"{eyes}, {patches:,} patches": Looked(eyes, patches) for eyes, patches in _IMAGES},
     }
 )
 TINY: Mapping[str, KernelCases] = MappingProxyType(
@@ -327,5 +343,6 @@ TINY: Mapping[str, KernelCases] = MappingProxyType(
             "int8, made anew": FewBits(2, 64, 64, FORMS["int8"], False),
             "mxfp4, 2 experts": FewBitsExperts(4, 64, 64, 2, FORMS["mxfp4"], True),
         },
+        "images": {"windows": Looked("windows", 256), "deep": Looked("deep", 256)},
     }
 )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlm.bench import recurrent_kernels, weight_kernels
+from shardlm.bench import image_kernels, recurrent_kernels, weight_kernels
 from shardlm.bench.attention_in_turns import in_turns
 from shardlm.bench.kernel import (
     EIGHT_BITS,
@@ -30,6 +30,7 @@ from shardlm.bench.kernel_cases import (
     Grouped,
     Held8,
     LayerProducts,
+    Looked,
     Meeting,
     Paged,
     Recurrent,
@@ -250,4 +251,5 @@ _MAKERS = {
     FewBitsExperts: weight_kernels.few_bits_experts,
     Held8: weight_kernels.held_8,
     Recurrent: _recurrent,
+    Looked: image_kernels.looked,
 }

@@ -77,6 +77,7 @@ SHAPES = {
         **{f"{how}, experts": FewBitsExperts(40, 512, 384, 4, groups, True) for how, groups in FORMS.items()},
         **{how: Held8(3, 512, 384, how) for how in ("int8_dynamic", "fp8_dynamic")},
     },
+    "images": TINY["images"],
 }
 
 

@@ -11,12 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.app import make_app
 from shardlm.serve.api.server import Listen, Server, listening
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
+from shardlm.serve.bench.image_work import Size, noise
 from shardlm.serve.bench.workload import prompts
 from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import SpeculationStats, whole
@@ -34,15 +37,17 @@ def bench_serving(
     prompt_len: int,
     output_len: int,
     shared: int,
+    images: int = 0,
+    image_size: Size = (0, 0),
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict:
-    """Offline at each batch, as JSON. `tell` is called with what each gave."""
+    """Offline at each batch, as JSON, each prompt with so many random images. `tell` is called with what each gave."""
     replicas = len(engine.engines) if isinstance(engine, EngineGroup) else 1
     rows = replicas * engine.runner.config.max_rows
     together = []
     for n in BATCHES:
         if n <= rows:
-            together.append(offline(engine, n, prompt_len, output_len, shared))
+            together.append(offline(engine, n, prompt_len, output_len, shared, images, image_size))
             tell(f"offline, {n} at once: {together[-1]['decode_tokens_per_second']:,.0f} tokens/s while decoding")
     device = engine.runner.mesh.devices.flat[0]
     params, execution = jax.tree.leaves(engine.runner.params), engine.runner.model.execution
@@ -65,18 +70,31 @@ def bench_serving(
     }
 
 
-def offline(engine: Engine, batch: int, prompt_len: int, output_len: int, shared: int = 0) -> dict[str, Any]:
+def offline(
+    engine: Engine,
+    batch: int,
+    prompt_len: int,
+    output_len: int,
+    shared: int = 0,
+    images: int = 0,
+    image_size: Size = (0, 0),
+) -> dict[str, Any]:
     """`batch` requests together, after a first round that is not counted: seconds to the first and to the last token of
     all, and new tokens a second from then to then and over the whole time. Of drafts: how many were right, and how
-    many tokens a step with drafts brought."""
+    many tokens a step with drafts brought. Of images, of which each prompt has so many before its `prompt_len` tokens:
+    seconds that one thread prepared them in before, and images a second until all first tokens are there."""
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     report: dict[str, Any] = {}
     for round in range(2):
-        work = prompts(batch, prompt_len, shared, engine.runner.model.config.vocab_size, seed=round)
+        number = 2 * batch + round  # others at each batch, of which the prefix cache has none
+        work = prompts(batch, prompt_len, shared, engine.runner.model.config.vocab_size, seed=number)
+        seen = [[noise(image_size, number, i, k) for k in range(images)] for i in range(batch)]
+        begun = time.perf_counter()
+        asks = [_placed(engine, *ask) if images else (ask[0], ()) for ask in zip(work, seen, strict=True)]
         before = engine.stats().speculation
         started = time.perf_counter()
-        for i, prompt in enumerate(work):
-            engine.add(f"bench-{round}-{i}", prompt, params)
+        for i, (prompt, pictures) in enumerate(asks):
+            engine.add(f"bench-{round}-{i}", prompt, params, pictures=pictures)
         first: dict[str, float] = {}
         while engine.has_unfinished:
             outputs = whole(engine.step())
@@ -94,9 +112,25 @@ def offline(engine: Engine, batch: int, prompt_len: int, output_len: int, shared
             "decode_tokens_per_second": batch * (output_len - 1) / (seconds - prefill),
             "output_tokens_per_second": batch * output_len / seconds,
         }
+        if images:
+            report |= {
+                "images_per_prompt": images,
+                "image_size": list(image_size),
+                "image_tokens": sum(len(prompt) for prompt, _ in asks) - batch * prompt_len,
+                "prepare_seconds": started - begun,
+                "images_per_second": batch * images / prefill,
+            }
         if before is not None:
             report |= _drafts(before, engine.stats().speculation)
     return report
+
+
+def _placed(engine: Engine, prompt: Sequence[int], images: Sequence[np.ndarray]) -> tuple[list[int], tuple]:
+    """(a prompt with its images before it, where they are)."""
+    sight = engine.sight
+    words = [0 if id in (sight.token, sight.vector) else id for id in prompt]  # else it is a place of an image
+    pictures = [sight.prepare(image) for image in images]
+    return sight.expanded([sight.token] * len(images) + words, pictures)
 
 
 def _drafts(before: SpeculationStats, after: SpeculationStats) -> dict[str, float]:
@@ -108,13 +142,13 @@ def _drafts(before: SpeculationStats, after: SpeculationStats) -> dict[str, floa
     }
 
 
-async def serve_to(engine: Engine, command: Sequence[str]) -> None:
+async def serve_to(engine: Engine, command: Sequence[str], template: ChatTemplate | None = None) -> None:
     """Serves the engine over HTTP on a free port while a command runs, to which `--url` is added; what it prints is not
     shown.
 
     Raises ShardlmError where it fails.
     """
-    llm = AsyncLLM(engine, model_name="bench", template=None)
+    llm = AsyncLLM(engine, model_name="bench", template=template)
     listen = Listen(port=0)
     server = Server(make_app(llm), listen)
     sock = listening(listen, Settings().write_seconds)

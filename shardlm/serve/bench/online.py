@@ -76,7 +76,7 @@ async def at_once(send: Send, work: Sequence[Job], count: int) -> list[Seen]:
 
 async def _one(send: Send, job: Job, due: float | None = None) -> Seen:
     """Times count from when the request was due."""
-    seen, last = Seen(), 0.0
+    seen, last = Seen(images=job.images), 0.0
     begun = time.perf_counter() if due is None else due
     try:
         async with contextlib.aclosing(send(job)) as events:

@@ -16,13 +16,14 @@ TIMES = ("ttft", "tpot", "itl", "e2e")
 @dataclasses.dataclass
 class Seen:
     """Of one request, in seconds: to its first text, between events that brought text (which may hold several tokens),
-    to its end; `error` where it failed."""
+    to its end; `error` where it failed. images: that it had."""
 
     first: float = math.nan
     gaps: list[float] = dataclasses.field(default_factory=list)
     whole: float = math.nan
     tokens: int = 0
     error: str = ""
+    images: int = 0
 
     @property
     def per_token(self) -> float:
@@ -71,6 +72,9 @@ def summary(seen: Sequence[Seen], seconds: float, limits: Mapping[str, float]) -
         "itl_seconds": _percentiles([gap for one in done for gap in one.gaps]),
         "e2e_seconds": _percentiles([one.whole for one in done]),
     }
+    if any(one.images for one in seen):
+        images = sum(one.images for one in done)
+        found |= {"images": images, "images_per_second": images / seconds}
     if limits:
         good = sum(one.keeps(limits) for one in done)
         found["goodput"] = {

@@ -25,6 +25,13 @@ class Job:
     def path(self) -> str:
         return "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
 
+    @property
+    def images(self) -> int:
+        """Among the parts of its messages."""
+        contents = [message.get("content") for message in self.body.get("messages", ()) if isinstance(message, dict)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return sum(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
 
 def spread(length: int, ratio: float) -> range:
     """The lengths that are as likely as each other: from `length` x (1 - ratio) to x (1 + ratio), as of vLLM's
@@ -79,7 +86,7 @@ def file_jobs(path: str | os.PathLike, count: int, new: int, seed: int) -> list[
     there are fewer. Each entry has
 
         prompt         a text or token ids, or
-        messages       as OpenAI's chat has them, or
+        messages       as OpenAI's chat has them, with images too, or
         conversations  as ShareGPT has them ({from: human, value}); what stands before the first answer is asked
 
     and perhaps max_tokens, else `new`. Raises ShardlmError for what is none of these."""
