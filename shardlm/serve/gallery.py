@@ -88,6 +88,7 @@ class Gallery:
         assert not self._held, "who reads a prompt has lost what it held"
         self._places.clear()
         self._looks.clear()
+        self._reading.clear()  # of a batch that could not be made
         self._free = list(range(self.size - 1, -1, -1))
 
     def check_invariants(self) -> None:

@@ -168,6 +168,8 @@ def test_how_a_plan_is_started():
     one = started(MeshSpec(data=2, tensor=4), 2, "a folder", kv_cache_bytes=2**31, enable_prefix_caching=False)
     words = "--data=2 --tensor=4 --kv_cache_gib=2 --noenable_prefix_caching"
     assert one == [("On a host:", f"python -m launch.serve '--model=a folder' {words}")]
+    [(_, blind)] = started(MeshSpec(), 1, limit_mm_per_prompt={"image": 0})
+    assert shlex.split(blind)[-1] == '--limit_mm_per_prompt={"image":0}'
     # Five replicas of four GPUs: two on each host, one on the last.
     serve = "python -m launch.serve --model=FOLDER"
     assert started(MeshSpec(data=5, tensor=4), 5, "configs/llama3_8b.py") == [

@@ -1,6 +1,9 @@
 """Places of images, as a scheduler gives them."""
 
+import dataclasses
+
 import numpy as np
+import pytest
 from fake_device import EOS, FakeDevice
 
 from shardlm.serve.page_table import PageTable
@@ -49,3 +52,20 @@ def test_who_reads_in_this_batch_keeps_its_places():
     looks = served(asked("0", "aaaaaa"), asked("1", "bbbb", "cc"), places=7)
     assert looks[0] == ("aaaaaa",)
     assert [image for own in looks[1:] for image in own] == ["bbbb", "cc"]
+
+
+def test_a_batch_that_could_not_be_made(monkeypatch):
+    """Its requests read their prompts again, in more chunks now as another is there: their images stay till the end."""
+    scheduler = Scheduler(SchedulerConfig(2, 16, 40, (1,), image_places=12), PageTable(64, 2, caching=False))
+    first, gallery = asked("0", "aaaaaa"), scheduler._holdings.gallery
+    scheduler.add(first)
+    with monkeypatch.context() as broken:
+        broken.setattr(scheduler._holdings, "table", lambda rows: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.schedule()
+    scheduler.lose()
+    scheduler.config = dataclasses.replace(scheduler.config, max_batch_tokens=4)
+    batch = scheduler.schedule()
+    assert [row.end for row in batch.rows] == [4] and [look.picture.digest for look in batch.looks] == [b"aaaaaa"]
+    assert list(gallery._held) == ["0"]
+    gallery.check_invariants()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from shardlm.mesh import MeshSpec
@@ -71,6 +72,7 @@ def _flag(name: str, value: Any) -> str:
         return f"--kv_cache_gib={value / 2**30:g}"
     if dataclasses.is_dataclass(value):
         usual = {field.name: field.default for field in dataclasses.fields(value)}
-        given = {key: own for key, own in dataclasses.asdict(value).items() if own != usual[key]}
-        return f"--{name}={json.dumps(given, separators=(',', ':'))}"
+        value = {key: own for key, own in dataclasses.asdict(value).items() if own != usual[key]}
+    if isinstance(value, Mapping):
+        return f"--{name}={json.dumps(value, separators=(',', ':'))}"
     return f"--{name}" if value is True else f"--no{name}" if value is False else f"--{name}={value}"
