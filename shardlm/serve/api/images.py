@@ -53,8 +53,11 @@ async def _picture(call: Call, images: Images, sent: Sent, name: str) -> Picture
             raise BadMessage(f"an image is a {type(sent.value).__name__}; it is an address", sent.param)
         if sent.value[:5].lower() == "data:":
             return await _prepared(images, sent.value)
-        async with call.service.files:  # until nothing needs the file
-            return await _prepared(images, await file_at(sent.value, call.service.settings.media))
+        if sent.value not in call.pictures:
+            async with call.service.files:  # until nothing needs the file
+                file = await file_at(sent.value, call.service.settings.media)
+                call.pictures[sent.value] = await _prepared(images, file)
+        return call.pictures[sent.value]
     except ShardlmError as error:
         # By its number, as in other interfaces than a chat's it stood elsewhere in the request.
         raise ApiError(f"{name}: {error}", param="messages") from None

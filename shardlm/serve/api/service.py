@@ -22,6 +22,7 @@ from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
+from shardlm.vision.picture import Picture
 
 KINDS = 32
 FILES = 64  # of images by their address that all requests hold at once: 2 GiB of the largest
@@ -98,7 +99,8 @@ class Service(Serving):
 
 
 class Call:
-    """One request. What it starts ends with `stack`, whichever way it ends. `adapter`: the one that it asks for."""
+    """One request. What it starts ends with `stack`, whichever way it ends. `adapter`: the one that it asks for.
+    `pictures`: of its images by their address, which are fetched once however often it is looked at."""
 
     def __init__(self, service: Service):
         self.service = service
@@ -106,6 +108,7 @@ class Call:
         self.created, self.began = int(time.time()), time.perf_counter()
         self.stack = contextlib.AsyncExitStack()
         self.adapter: LoRARequest | None = None
+        self.pictures: dict[str, Picture] = {}
 
     async def replies(
         self,
