@@ -54,7 +54,10 @@ PREPARATION = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_
 
 def folder_of(kind: str, path: pathlib.Path):
     """Writes one; returns (path, transformers' model)."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="what transformers made is in references/"),
+        pytest.importorskip("transformers", reason="what transformers made is in references/"),
+    )
     name, own, vision = FAMILIES[kind]
     ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
     rope = dict(MROPE) if kind != "exaone4_5" else {"rope_theta": 10_000.0, "rope_type": "default"}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import references
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
@@ -14,6 +15,13 @@ from shardlm import LLM, SamplingParams
 from shardlm.serve.outputs import RequestOutput
 
 SIZES = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 4, "block_size": 4, "decode_steps": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder."""
+
+    folder: pathlib.Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +53,7 @@ def drawn(model: Any, seed: int = 0) -> Any:
             torch.nn.init.normal_(param, 0, param.shape[-1] ** -0.5)
         elif "norm" in name:
             torch.nn.init.normal_(param, 1.0, 0.3)
+        param.data = param.data.bfloat16().float()  # in half of the file (references.py)
     return model.eval()
 
 
@@ -94,8 +103,22 @@ def replies(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 def held_to_transformers(family: Family, llm: LLM, asks: Sequence[Ask], count: int = 6, close: float = 1e-4) -> None:
     """Greedy replies, and log-probabilities of prompts."""
-    for output, (_, images) in zip(asked(llm, asks, count, scored=True), asks, strict=True):
-        theirs = by_transformers(family, output.prompt_token_ids, images, count)
+    outputs = asked(llm, asks, count, scored=True)
+    pairs = zip(outputs, asks, strict=True)
+    theirs = [by_transformers(family, output.prompt_token_ids, images, count) for output, (_, images) in pairs]
+    references.keep(family.folder, asks, [dataclasses.asdict(one) for one in theirs])
+    same(outputs, theirs, close)
+
+
+def same(outputs: Sequence[RequestOutput], theirs: Sequence[Said], close: float = 1e-4) -> None:
+    """Replies, and log-probabilities of prompts, are these."""
+    for output, one in zip(outputs, theirs, strict=True):
         ours = [place.chosen.logprob for place in output.prompt_logprobs[1:]]
-        assert np.abs(np.array(ours) - np.array(theirs.prompt)).max() < close
-        assert list(output.outputs[0].token_ids) == theirs.reply
+        assert np.abs(np.array(ours) - np.array(one.prompt)).max() < close
+        assert list(output.outputs[0].token_ids) == one.reply
+
+
+def held_to_references(name: str, llm: LLM, close: float = 1e-4) -> None:
+    """What transformers said by this checkpoint."""
+    asks, said = references.asks(name), [Said(**one) for one in references.said(name)]
+    same(asked(llm, asks, len(said[0].reply), scored=True), said, close)

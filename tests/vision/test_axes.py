@@ -35,7 +35,10 @@ def _prompt(name: str):
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_as_transformers(kind: str, prompt: str):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="what transformers made is in references/"),
+        pytest.importorskip("transformers", reason="what transformers made is in references/"),
+    )
     module = getattr(transformers.models, kind)
     model = getattr(getattr(module, f"modeling_{kind}"), CLASSES[kind])
     config = types.SimpleNamespace(

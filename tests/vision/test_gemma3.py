@@ -8,8 +8,8 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder
 from shardlm.vision.registry import sight_of
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 TOKENS = {"\n": 20, "\n\n": 21, "\n\n\n": 22, "\n\n\n\n": 23}
 IMAGE, BEGIN, END = 60, 61, 62

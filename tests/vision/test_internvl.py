@@ -7,8 +7,8 @@ from served import SIZES, Family, asked, drawn, held_to_transformers, replies, w
 
 from shardlm import LLM
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 CONTEXT = 60
 TOKENS = {"<img>": 61, "</img>": 62}

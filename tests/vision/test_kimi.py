@@ -11,8 +11,8 @@ from seeing import Eyes, close, lively, noise, written
 from shardlm.hf_files import Folder
 from shardlm.vision.registry import sight_of
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 TOKEN = 60
 PREPARED = {"max_patches": 64, "size": {"max_height": 12, "max_width": 12}}

@@ -8,8 +8,8 @@ from seeing import Eyes, close, lively, noise, written
 from shardlm.vision.llama4_images import canvases
 from shardlm.vision.tiles import tile_sizes
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 TOKENS = {f"<|{name}|>": 50 + i for i, name in enumerate(("image_start", "image", "image_end", "tile_x_separator"))}
 TOKENS |= {"<|tile_y_separator|>": 54}

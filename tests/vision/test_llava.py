@@ -10,8 +10,8 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder
 from shardlm.vision.registry import sight_of
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 TOKEN = 60
 TOKENS = {"[IMG_BREAK]": 61, "[IMG_END]": 62}

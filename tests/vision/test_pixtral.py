@@ -15,8 +15,8 @@ from shardlm.hf_files import Folder
 from shardlm.mesh import MeshSpec
 from shardlm.vision.registry import sight_of
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 SEEING = pathlib.Path(__file__).parent.parent / "hf" / "seeing"
 TOKENS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}

@@ -122,7 +122,10 @@ PUBLISHED = {
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_published(kind: str, tmp_path: pathlib.Path):
     """The encoder has as many weights as transformers', and takes images of up to 16,384 tokens."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="what transformers made is in references/"),
+        pytest.importorskip("transformers", reason="what transformers made is in references/"),
+    )
     vision, told = PUBLISHED[kind]
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
     sight = sight_of(tmp_path, {"model_type": kind, "vision_config": vision})

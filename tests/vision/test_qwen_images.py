@@ -24,7 +24,9 @@ def _noise(height: int, width: int) -> np.ndarray:
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([8, 28, 32]))
 def test_size(height: int, width: int, factor: int):
-    theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").smart_resize
+    theirs = pytest.importorskip(
+        "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason="what transformers made is in references/"
+    ).smart_resize
     limits = 4 * factor**2, 640 * factor**2
     try:
         expected = theirs(height, width, factor, *limits)
@@ -46,7 +48,9 @@ def test_size(height: int, width: int, factor: int):
 )
 def test_patches(told: dict, size: tuple[int, int]):
     """Bytes, brought to the tower's scale as it does, are transformers' patches."""
-    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    module = pytest.importorskip(
+        "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason="what transformers made is in references/"
+    )
     theirs = module.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **told)
     pixels = _noise(*size)
     expected = theirs(pixels, input_data_format="channels_last", return_tensors="np")
@@ -62,7 +66,10 @@ def test_patches(told: dict, size: tuple[int, int]):
 
 @pytest.mark.parametrize("grid", [(4, 6), (2, 2), (10, 4), (16, 18)])
 def test_beside_patches(grid: tuple[int, int]):
-    torch, utils = pytest.importorskip("torch"), pytest.importorskip("transformers.vision_utils")
+    torch, utils = (
+        pytest.importorskip("torch", reason="what transformers made is in references/"),
+        pytest.importorskip("transformers.vision_utils", reason="what transformers made is in references/"),
+    )
     thw = torch.tensor([[1, *grid]])
     at = places(*grid, 2)
     expected = utils.get_vision_position_ids(thw, 2).numpy()

@@ -1,75 +1,38 @@
 """Gemma 3 with images as an engine reads them: tokens of an image see all of it, however prompts are cut."""
 
 import pytest
-from seeing import noise, written
-from served import SIZES, Family, asked, drawn, held_to_transformers, replies, with_tokenizer
+import references
+from served import SIZES, asked, held_to_references, replies
 
 from shardlm import LLM
 from shardlm.errors import ShardlmError
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-IMAGE, BEGIN, END = 60, 61, 62
-LINES = {"\n": 20, "\n\n": 21, "\n\n\n": 22, "\n\n\n\n": 23}
-SQUARE = {"height": 32, "width": 32}
-PREPARED = {"size": SQUARE, "do_pan_and_scan": None, "image_processor_type": "Gemma3ImageProcessor"}
-FIRST, SECOND = noise(32, 40), noise(64, 20, 1)
-ASKS = [
-    ([2, 5, BEGIN, 6, 7], [FIRST]),
-    ([2, 8, 9, 10, 11, 12, 13, 14, BEGIN, 15, BEGIN, 16, 17, 18, 19, 30, 31, 32, 33, 34, 35], [FIRST, SECOND]),
-    ([2, 40, 41, 42], []),
-]
-
-
-def images(given, ids):
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    if not given:
-        return {}
-    made = Gemma3ImageProcessorPil(size=SQUARE)(list(given), return_tensors="pt")
-    return {"pixel_values": made["pixel_values"], "token_type_ids": (torch.tensor([ids]) == IMAGE).long()}
+NAME = "gemma3"
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory):
-    config = transformers.Gemma3Config(
-        vision_config={
-            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "patch_size": 4, "image_size": 32, "vision_use_head": False,
-        },
-        text_config={
-            "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        mm_tokens_per_image=16, image_token_index=IMAGE, boi_token_index=BEGIN, eoi_token_index=END,
-    )  # fmt: skip
-    model = drawn(transformers.Gemma3ForConditionalGeneration(config))
-    folder = written(model, tmp_path_factory.mktemp("gemma3"), LINES, preprocessor_config=PREPARED)
-    special = {"<image>": IMAGE, "<begin>": BEGIN, "<end>": END}
-    with_tokenizer(folder, 64, LINES | special)
-    return Family(folder, model, images)
+def folder(tmp_path_factory):
+    return references.folder(NAME, tmp_path_factory.mktemp(NAME))
 
 
 @pytest.fixture(scope="module")
-def expected(family):
-    llm = LLM(family.folder, **SIZES)
-    held_to_transformers(family, llm, ASKS)
-    found = replies(asked(llm, ASKS))
-    again = asked(llm, ASKS)
+def expected(folder):
+    llm, asks = LLM(folder, **SIZES), references.asks(NAME)
+    held_to_references(NAME, llm)
+    found = replies(asked(llm, asks))
+    again = asked(llm, asks)
     assert replies(again) == found
     assert again[1].num_cached_tokens > 40
     return found
 
 
 @pytest.mark.parametrize("budget", [24, 37, 256])
-def test_no_chunk_cuts_an_image(family, expected, budget):
-    llm = LLM(family.folder, **SIZES | {"max_num_batched_tokens": budget})
-    held_to_transformers(family, llm, ASKS)
-    assert replies(asked(llm, ASKS)) == expected
+def test_no_chunk_cuts_an_image(folder, expected, budget):
+    llm = LLM(folder, **SIZES | {"max_num_batched_tokens": budget})
+    held_to_references(NAME, llm)
+    assert replies(asked(llm, references.asks(NAME))) == expected
 
 
-def test_a_batch_that_no_image_fits_into_is_refused(family):
+def test_a_batch_that_no_image_fits_into_is_refused(folder):
     with pytest.raises(ShardlmError, match="the 16 of an image are read at once; raise the first by 4"):
-        LLM(family.folder, **SIZES | {"max_num_batched_tokens": 16})
+        LLM(folder, **SIZES | {"max_num_batched_tokens": 16})

@@ -7,8 +7,8 @@ from served import SIZES, Family, asked, drawn, held_to_transformers, replies, w
 
 from shardlm import LLM
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 IMAGE, BEGIN, END = 60, 61, 62
 PREPARED = {"do_normalize": False, "max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3}

@@ -6,21 +6,17 @@ import subprocess
 import sys
 
 import pytest
+import references
 import tiny_run
 from ports import free_port
-from seeing import noise, written
-from served import SIZES, Family, asked, drawn, held_to_transformers, replies, with_tokenizer
+from seeing import noise
+from served import SIZES, Checkpoint, asked, held_to_references, replies
 
 from shardlm import LLM
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-TOKENS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
-PREPARED = {"image_processor_type": "PixtralImageProcessor", "patch_size": 4, "size": {"longest_edge": 96}}
-IMG = TOKENS["[IMG]"]
+NAME, IMG = "mistral3", 10
 FIRST, SECOND, THIRD = noise(40, 64), noise(24, 24, 1), noise(90, 50, 2)
 ASKS = [
     ([1, 20, IMG, 21, 22], [FIRST]),
@@ -30,34 +26,10 @@ ASKS = [
 ]
 
 
-def images(given, ids):
-    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-
-    if not given:
-        return {}
-    processor = PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 8, "width": 8})
-    made = processor(list(given), return_tensors="pt")
-    return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    config = transformers.Mistral3Config(
-        vision_config={
-            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "patch_size": 4, "image_size": 96, "hidden_act": "silu",
-        },
-        text_config={
-            "model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
-            "sliding_window": None, "tie_word_embeddings": False,
-        },
-        image_token_index=IMG, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = drawn(transformers.Mistral3ForConditionalGeneration(config))
-    folder = written(model, tmp_path_factory.mktemp("mistral3"), TOKENS, preprocessor_config=PREPARED)
-    with_tokenizer(folder, 64, TOKENS)
-    return Family(folder, model, images)
+    """A small Mistral 3 that transformers wrote."""
+    return Checkpoint(references.folder(NAME, tmp_path_factory.mktemp(NAME)))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +42,8 @@ def expected(llm):
     return replies(asked(llm, ASKS))
 
 
-def test_replies_are_those_of_transformers(family, llm):
-    held_to_transformers(family, llm, ASKS)
+def test_replies_are_those_of_transformers(llm):
+    held_to_references(NAME, llm)
 
 
 def test_an_equal_beginning_is_found_and_another_image_is_not(llm, expected):
@@ -144,7 +116,7 @@ def test_nothing_is_left_behind(llm):
 def test_the_deterministic_mode(family, llm):
     """Its bits do not depend on what else is there, nor on what was found of a prompt."""
     own = LLM(family.folder, deterministic=True, **SIZES)
-    held_to_transformers(family, own, ASKS[:2])
+    held_to_references(NAME, own)
     together = asked(own, ASKS, scored=True)
     alone = [asked(own, [ask], scored=True)[0] for ask in ASKS]
     again = asked(own, ASKS)

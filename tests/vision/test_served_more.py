@@ -8,8 +8,8 @@ from served import SIZES, Family, asked, drawn, held_to_transformers, replies, w
 
 from shardlm import LLM
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 FIRST, SECOND = noise(20, 40), noise(60, 10, 1)
 SIZES |= {"max_num_batched_tokens": 96}

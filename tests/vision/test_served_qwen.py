@@ -8,7 +8,7 @@ from served import SIZES, Family, asked, held_to_transformers, replies
 from shardlm import LLM
 from shardlm.mesh import MeshSpec
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 FIRST, SECOND, THIRD = noise(40, 64), noise(24, 24, 1), noise(90, 21, 2)
 ASKS = [

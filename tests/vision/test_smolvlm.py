@@ -8,8 +8,8 @@ from served import SIZES, Family, asked, drawn, held_to_transformers, replies, w
 from shardlm import LLM
 from shardlm.vision.smolvlm_images import learned
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="what transformers made is in references/")
+transformers = pytest.importorskip("transformers", reason="what transformers made is in references/")
 
 TOKEN, AROUND, EVERY = 50, 51, 52
 PLACES = {f"<row_{row}_col_{column}>": 49 - 3 * row - column for row in (1, 2, 3) for column in (1, 2, 3)}
