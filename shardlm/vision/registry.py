@@ -27,17 +27,21 @@ FAMILIES = {
 }
 
 
+def sees(options: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a checkpoint that sees, by an encoder of a family here."""
+    return options.get("model_type") in FAMILIES and isinstance(options.get("vision_config"), Mapping)
+
+
 def sight_of(folder: pathlib.Path, options: Mapping[str, Any]) -> Sight | None:
     """How a checkpoint sees: from its config.json (`options`) and what its folder says of images and tokens. None: it
     is a text model, or what sees in it is of no family here, so that its text is served alone.
 
     Raises ShardlmError for options that its family does not have, and for values that mean nothing there.
     """
-    family = FAMILIES.get(options.get("model_type", ""))
-    if family is None or not isinstance(options.get("vision_config"), Mapping):
+    if not sees(options):
         return None
     try:
-        return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options)
+        return importlib.import_module(f"shardlm.vision.{FAMILIES[options['model_type']]}").sight(folder, options)
     except ShardlmError as error:
         raise ShardlmError(f"{error}. {TEXT_ALONE}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from served import SIZES, Family, asked, drawn, held_to_transformers, replies, w
 from shardlm import LLM
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.train.convert import to_run
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -132,6 +134,18 @@ def test_text_alone(family, expected):
     assert blind.engine.sight is None
     [output] = blind.generate([{"prompt_token_ids": ASKS[3][0]}], None)[:1]
     assert len(output.prompt_token_ids) == 3
+
+
+def test_a_run_sees_by_the_encoder_that_it_began_with(family, expected, tmp_path, caplog):
+    """Which is in its checkpoint's folder, as long as that is there."""
+    folder, run = shutil.copytree(family.folder, tmp_path / "folder"), tmp_path / "run"
+    to_run(folder, run)
+    assert replies(asked(LLM(run, **SIZES), ASKS)) == expected
+    shutil.rmtree(folder)
+    assert LLM(run, **SIZES).engine.sight is None
+    assert f"its encoder is in {folder}, which has no weights now" in caplog.text
+    with pytest.raises(ShardlmError, match=f"its encoder is in {folder}, which has no weights now; leave it out"):
+        LLM(run, limit_mm_per_prompt={"image": 1}, **SIZES)
 
 
 def test_nothing_is_left_behind(llm):
