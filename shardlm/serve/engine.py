@@ -110,7 +110,7 @@ class Engine:
             raise ShardlmError(f"there is an unfinished request with the id {id!r}; give each its own")
         number, salt = self.adapters.of(adapter).number, self.adapters.salted(salt, adapter)
         if pictures:
-            check_room(len(prompt), params.max_tokens, self.max_model_len)
+            check_room(len(prompt), params.max_tokens, self.max_model_len, len(pictures))
             check_pictures(self.sight, pictures, params)
         options = {"priority": priority, "salt": salt, "adapter": number, "pictures": pictures}
         options["turns"] = turns_of(self.sight, len(prompt), pictures)

@@ -263,8 +263,8 @@ class LLM:
     def update_weights(self, weights: Any, draft: Any = None) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft
         model, which without them stays: replies are the model's own in any case, and an old draft is right less often.
-        Nothing is compiled, and the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones
-        stay then."""
+        An encoder of images stays, also where the checkpoint has another. Nothing is compiled, and the prefix cache is
+        emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
         with self._in_turn():
             runner = self.engine.runner
             drafts = new_draft(draft, runner)

@@ -15,7 +15,7 @@ from shardlm.progress_bar import bytes_bar
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.eyes import Eyes
 from shardlm.vision.encoder import Encoder
-from shardlm.vision.registry import sight_of
+from shardlm.vision.registry import sees, sight_of
 from shardlm.vision.sight import Sight
 
 log = logging.getLogger(__name__)
@@ -25,23 +25,26 @@ def sight_for(found: Found, config: EngineConfig) -> Sight | None:
     """How a model that was found is to see; None where its text alone is served, which is told of one that could see.
     Raises ShardlmError where images are asked for that it cannot be shown."""
     source = found.source
-    here = isinstance(source, Pretrained) and holds_weights(pathlib.Path(source.folder))
     asked = config.mm_processor_kwargs or {}
-    sight = sight_of(pathlib.Path(source.folder), source.options, asked) if here and config.max_images != 0 else None
-    why = _cannot(config, sight) if sight else "no encoder of it is known here"
-    if sight and not why:
+    could = config.max_images != 0 and isinstance(source, Pretrained) and sees(source.options)
+    lost = could and not holds_weights(pathlib.Path(source.folder))
+    sight = sight_of(pathlib.Path(source.folder), source.options, asked) if could and not lost else None
+    why = f"its encoder is in {source.folder}, which has no weights now" if lost else _cannot(config, sight)
+    if not why:
         return sight
     if config.max_images:
         raise ShardlmError(f"limit_mm_per_prompt={dict(config.limit_mm_per_prompt)}: {why}; leave it out")
     if asked:
         raise ShardlmError(f"mm_processor_kwargs={dict(asked)}: {why}; leave it out")
-    if sight:
+    if could:
         log.warning("images are not read, as %s: the text of the model is served alone", why)
     return None
 
 
-def _cannot(config: EngineConfig, sight: Sight) -> str:
-    """Why a model that sees is not to; "" where it can."""
+def _cannot(config: EngineConfig, sight: Sight | None) -> str:
+    """Why a model is not to see; "" where it can."""
+    if sight is None:
+        return "no encoder of it is known here"
     if config.mesh.pipeline > 1:
         return f"pipeline={config.mesh.pipeline} has stages"
     if config.deterministic and sight.whole:

@@ -139,14 +139,16 @@ class Request:
         return f"Request({self.id!r}, {known}, computed {self.computed}, {self.status.value})"
 
 
-def check_room(prompt_len: int, max_tokens: int | None, max_model_len: int) -> None:
-    """Raises PromptTooLong where a prompt of so many tokens, and one of the reply if any is wanted, do not fit."""
+def check_room(prompt_len: int, max_tokens: int | None, max_model_len: int, images: int = 0) -> None:
+    """Raises PromptTooLong where a prompt of so many tokens, of `images` among them, and one of the reply if any is
+    wanted, do not fit."""
     least = prompt_len + (max_tokens != 0)
     if least > max_model_len:
         space = "" if max_tokens == 0 else " and at least one new token"
+        other = "send fewer or smaller images" if images else "ask for truncate_prompt_tokens"
         raise PromptTooLong(
             f"the prompt has {prompt_len} tokens; max_model_len={max_model_len} must hold it{space}. Shorten it by "
-            f"{least - max_model_len}, ask for truncate_prompt_tokens, or raise max_model_len",
+            f"{least - max_model_len}, {other}, or raise max_model_len",
             prompt_len,
             max_model_len - (max_tokens != 0),
         )

@@ -30,6 +30,11 @@ FAMILIES = {
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "pixtral": ("size",)}
 
 
+def sees(options: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a checkpoint that sees, by an encoder of a family here."""
+    return options.get("model_type") in FAMILIES and isinstance(options.get("vision_config"), Mapping)
+
+
 def sight_of(
     folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any] = types.MappingProxyType({})
 ) -> Sight | None:
@@ -39,9 +44,9 @@ def sight_of(
 
     Raises ShardlmError for options that its family does not have, and for values that mean nothing there.
     """
-    family = FAMILIES.get(options.get("model_type", ""))
-    if family is None or not isinstance(options.get("vision_config"), Mapping):
+    if not sees(options):
         return None
+    family = FAMILIES[options["model_type"]]
     known = SIZES.get(family, ())
     if unknown := [name for name in asked if name not in known]:
         takes = f"takes {', '.join(known)}" if known else "has images of one size"

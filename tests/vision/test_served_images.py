@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from served import SIZES, Checkpoint, asked, held_to_references, replies
 from shardlm import LLM
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.train.convert import to_run
 
 NAME, IMG = "mistral3", 10
 FIRST, SECOND, THIRD = noise(40, 64), noise(24, 24, 1), noise(90, 50, 2)
@@ -95,6 +97,8 @@ def test_what_cannot_be_is_refused(family, llm):
         asked(llm, ASKS[:1], truncate_prompt_tokens=4)
     with pytest.raises(ShardlmError, match="places for 1 images and comes with 2"):
         asked(llm, [([1, IMG], [FIRST, SECOND])])
+    with pytest.raises(ShardlmError, match="Shorten it by [0-9]*, send fewer or smaller images, or raise"):
+        asked(llm, [([1, IMG, *[9] * 300], [FIRST])])
     with pytest.raises(ShardlmError, match="images alone are read"):
         LLM(family.folder, limit_mm_per_prompt={"video": 1}, **SIZES)
 
@@ -104,6 +108,18 @@ def test_text_alone(family, expected):
     assert blind.engine.sight is None
     [output] = blind.generate([{"prompt_token_ids": ASKS[3][0]}], None)[:1]
     assert len(output.prompt_token_ids) == 3
+
+
+def test_a_run_sees_by_the_encoder_that_it_began_with(family, expected, tmp_path, caplog):
+    """Which is in its checkpoint's folder, as long as that is there."""
+    folder, run = shutil.copytree(family.folder, tmp_path / "folder"), tmp_path / "run"
+    to_run(folder, run)
+    assert replies(asked(LLM(run, **SIZES), ASKS)) == expected
+    shutil.rmtree(folder)
+    assert LLM(run, **SIZES).engine.sight is None
+    assert f"its encoder is in {folder}, which has no weights now" in caplog.text
+    with pytest.raises(ShardlmError, match=f"its encoder is in {folder}, which has no weights now; leave it out"):
+        LLM(run, limit_mm_per_prompt={"image": 1}, **SIZES)
 
 
 def test_nothing_is_left_behind(llm):
