@@ -72,7 +72,8 @@ def harness() -> int:
 
     manager = find_tasks(_TASKS.value, _TASK_PATH.value)  # before the minute that a model takes
     prepare_for(_CHECKPOINT.value, _TENSOR.value)
-    llm = LLM(_CHECKPOINT.value, tensor_parallel_size=_TENSOR.value, max_model_len=_MAX_MODEL_LEN.value)
+    sizes = {"tensor_parallel_size": _TENSOR.value, "max_model_len": _MAX_MODEL_LEN.value}
+    llm = LLM(_CHECKPOINT.value, **sizes, limit_mm_per_prompt={"image": 0})  # tasks are of texts
     options = {"manager": manager, "limit": _LIMIT.value, "num_fewshot": _FEWSHOT.value}
     print(json.dumps(run_tasks(llm, _TASKS.value, **options)))
     return 0

@@ -70,6 +70,7 @@ class Sampler:
             quantization="dtype",
             max_model_len=config.train.seq_len,
             kv_cache_bytes=int(grpo.kv_cache_gib * 2**30 * len(own)),
+            limit_mm_per_prompt={"image": 0},  # prompts are texts, and an encoder would not rest with the copies
         )
         every = MeshSpec(data=sum(copies), tensor=grpo.tensor).build(devices)
         made = cls(llm, model, CopiedWeights.of(llm.engine.runner, every), copies)

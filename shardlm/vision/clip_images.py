@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels, known_by, patches
+from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels, check_grown, known_by, patches
 from shardlm.vision.picture import Picture
 
 
@@ -54,6 +54,7 @@ class ClipImages:
         """With the mean colour above and below, or beside."""
         height, width = pixels.shape[:2]
         longest = max(height, width)
+        check_grown(pixels, longest, longest)
         found = np.empty((longest, longest, 3), np.uint8)
         found[:] = [int(mean * 255) for mean in self.pixels.mean]
         top, left = (longest - height) // 2, (longest - width) // 2

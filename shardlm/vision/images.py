@@ -12,6 +12,7 @@ from PIL import Image
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES
+from shardlm.vision.read import MAX_PIXELS
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # by Pillow's numbers, which files have
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -53,7 +54,8 @@ class Pixels:
         return found
 
     def resized(self, pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-        """uint8 [H, W, 3] -> uint8 [height, width, 3]."""
+        """uint8 [H, W, 3] -> uint8 [height, width, 3]. Raises ShardlmError for more than are read."""
+        check_grown(pixels, height, width)
         if pixels.shape[:2] == (height, width):
             return pixels
         return np.asarray(Image.fromarray(pixels).resize((width, height), self.resample))
@@ -63,6 +65,16 @@ class Pixels:
         mean, std = (np.asarray(a, np.float64) for a in (self.mean, self.std))
         every = (np.arange(256)[:, None] * self.factor - mean) / std  # of each of 256 values, by colour
         return np.stack([every[:, colour].astype(np.float32)[pixels[..., colour]] for colour in range(3)], axis=-1)
+
+
+def check_grown(pixels: np.ndarray, height: int, width: int) -> None:
+    """Raises ShardlmError where an image that is almost a line would become far larger than it is: of 1 x 32768 pixels
+    with a shorter side of 336 11 GB."""
+    if height * width > MAX_PIXELS:
+        raise ShardlmError(
+            f"an image of {pixels.shape[1]} x {pixels.shape[0]} pixels becomes one of {width} x {height} for this "
+            f"model, and at most {MAX_PIXELS} are prepared: crop it, or make it smaller"
+        )
 
 
 def patches(pixels: np.ndarray, size: int, merge: int = 1) -> np.ndarray:

@@ -96,6 +96,20 @@ def test_copies_hold_what_is_trained_and_only_while_they_sample(folder, mesh, te
     assert live() == before
 
 
+def test_copies_of_a_checkpoint_that_sees_have_no_encoder(folder, monkeypatch):
+    """Which would be held while a step trains, about a gigabyte of each device."""
+    given = {}
+
+    def made_of(model, **options):
+        given.update(options)
+        raise ShardlmError("that is enough")
+
+    monkeypatch.setattr("shardlm.reinforce.sampler.LLM", made_of)
+    with pytest.raises(ShardlmError, match="that is enough"):
+        made(folder, MeshSpec(data=4), 1)
+    assert given["limit_mm_per_prompt"] == {"image": 0}
+
+
 def test_a_prompts_replies_are_those_of_its_seed_by_however_many_copies(folder):
     state, sampler = made(folder, MeshSpec(data=4), 1)
     asked = [SamplingParams(n=4, seed=7, max_tokens=5, logprobs=0, ignore_eos=True)] * 5

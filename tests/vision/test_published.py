@@ -2,6 +2,7 @@
 opens, text and eyes."""
 
 import json
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from served import with_tokenizer
 
+from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.vision.encoder import Encoder
@@ -119,3 +121,32 @@ def test_a_published_checkpoint_opens(name, tmp_path):
         count = jax.ShapeDtypeStruct((), jnp.int32)
         made = jax.eval_shape(encoder, encoder.shapes, encoder.inputs(size), count)
     assert (made.shape, made.dtype) == ((size // sight.merged, text.embed_dim), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_that_are_almost_a_line_take_little_memory(name, tmp_path):
+    """Or are refused: of 1 x 32768 pixels LLaVA's shorter side makes 336 x 11 million."""
+    config, tokens, prepared, *_ = CASES[name]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(prepared))
+    with_tokenizer(tmp_path, 200, tokens)
+    sight = sight_of(tmp_path, config)
+    for shape in ((1, 32768), (32768, 1), (2, 32768), (1, 1)):
+        tracemalloc.start()
+        try:
+            picture = sight.prepare(np.zeros((*shape, 3), np.uint8))
+            assert picture.patches <= sight.sizes[-1]
+        except ShardlmError as error:
+            assert max(shape) > 1 and "crop it" in str(error)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 2**29, shape
+
+
+def test_an_image_that_is_made_a_square_has_a_bound(tmp_path):
+    config, tokens, prepared, *_ = CASES["llava"]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(prepared | {"do_pad": True}))
+    with_tokenizer(tmp_path, 200, tokens)
+    prepare = sight_of(tmp_path, config).prepare
+    assert prepare(np.zeros((3, 2000, 3), np.uint8)).vectors == 576
+    with pytest.raises(ShardlmError, match="an image of 32768 x 1 pixels becomes one of 32768 x 32768 for this model"):
+        prepare(np.zeros((1, 32768, 3), np.uint8))
