@@ -1,6 +1,6 @@
 """The transformers side of the comparison of encoders of images: writes a small random checkpoint that sees into a
-folder that has none, and takes the quickest of a few calls of its encoder and projector on one image of 448 x 448 pixels, 1,024 patches, on the CPU
-in float32. Prints one JSON line. Needs torch and transformers.
+folder that has none, and takes the quickest of a few calls of its encoder and projector on one image of 448 x 448
+pixels, 1,024 patches, on the CPU in float32. Prints one JSON line. Needs torch and transformers.
 
 python benchmarks/peers/transformers_images.py --eyes=gemma3 --folder=FOLDER --threads=2
 """
