@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused(family, llm):
         asked(llm, ASKS[:1], truncate_prompt_tokens=4)
     with pytest.raises(ShardlmError, match="places for 1 images and comes with 2"):
         asked(llm, [([1, IMG], [FIRST, SECOND])])
-    with pytest.raises(ShardlmError, match="Shorten it by [0-9]*, send fewer or smaller images, or raise"):
+    with pytest.raises(ShardlmError, match=r"Shorten it by [0-9]*, send fewer or smaller images, or raise"):
         asked(llm, [([1, IMG, *[9] * 300], [FIRST])])
     with pytest.raises(ShardlmError, match="images alone are read"):
         LLM(family.folder, limit_mm_per_prompt={"video": 1}, **SIZES)
