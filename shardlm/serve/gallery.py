@@ -110,11 +110,12 @@ class Gallery:
 
 
 def whole_images(request: Request, count: int, room: int) -> int:
-    """How many of `count` tokens a prompt's next chunk has where none may end inside of an image: up to its end, where
-    there is `room` for that, else up to its beginning."""
+    """How many of `count` tokens a prompt's next chunk has where none may end among those that stand for an image's
+    vectors: up to the last, where there is `room` for that, else up to the first."""
     end = request.computed + count
     for one in request.pictures:
-        if one.start < end < one.end:
-            rest = one.end - request.computed
-            return rest if rest <= room else max(0, one.start - request.computed)
+        first, last = int(one.takes[0]), int(one.takes[-1])
+        if first < end <= last:
+            rest = last + 1 - request.computed
+            return rest if rest <= room else max(0, first - request.computed)
     return count
