@@ -155,9 +155,8 @@ def chunk(
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
-    plain = dataclasses.replace(
-        ctx, seen=None, turns=None, until=None
-    )  # a proposer sees no images, in decoding neither
+    # A proposer sees no images, in decoding neither.
+    plain = dataclasses.replace(ctx, seen=None, turns=None, until=None)
     read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, plain, rows.tokens, positions, hidden)
     drafts = also(state.drafts, read)
     return dataclasses.replace(state, pages=pages, slots=slots, drafts=drafts), *found
