@@ -12,6 +12,7 @@ from seeing import Eyes, close, noise
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.plan.serving.case import ServedModel
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.registry import sight_of
 
@@ -88,10 +89,14 @@ def test_damaged_files(file, told, message, tmp_path: pathlib.Path):
     config = json.loads((folder / "config.json").read_text())
     if file == "config.json":
         config["vision_config"] |= told
+        (folder / file).write_text(json.dumps(config))
     else:
         (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | told))
     with pytest.raises(ShardlmError, match=f'{message}.*image": 0}} serves its text without'):
         sight_of(folder, config)
+    with pytest.raises(ShardlmError, match=message):
+        ServedModel.of_folder(folder, 48)
+    assert ServedModel.of_folder(folder, 48, sees=False).seen is None
 
 
 # As published with Qwen2-VL 7B, Qwen2.5-VL 7B and Qwen3-VL 4B, and what their files say of preparing images.
