@@ -56,18 +56,17 @@ class Eyes:
     def fitted(self, sizes: RunnerConfig, drafts: int) -> tuple["Eyes", RunnerConfig]:
         """With room for the images of any prompt, and of what a few batches read. Raises ShardlmError where a chunk
         would have to be longer than a batch."""
-        places = places_of(sizes.max_model_len, sizes.max_batch_tokens)
+        places, sight = places_of(sizes.max_model_len, sizes.max_batch_tokens), self.sight.up_to(sizes.max_model_len)
         room = sizes.max_batch_tokens - sizes.max_rows * (1 + drafts)
-        if self.sight.whole and (most := self.sight.sizes[-1] // self.sight.merged) > room:
+        if sight.whole and (most := min(sight.sizes[-1] // sight.merged, sizes.max_model_len)) > room:
             raise ShardlmError(
                 f"max_num_batched_tokens={sizes.max_batch_tokens} beside max_num_seqs={sizes.max_rows} has room for "
                 f"{room} tokens, and the {most} of an image are read at once; raise the first by {most - room}"
             )
         # Inside of an image tokens see those after them, which cuDNN's part of a chunk does not (chunk_attention.py).
-        in_parts = sizes.in_parts and not self.sight.whole
-        whole = {"image_places": places, "whole_images": self.sight.whole, "in_parts": in_parts}
-        sizes = dataclasses.replace(sizes, **whole)
-        return dataclasses.replace(self, places=places, sight=self.sight.up_to(sizes.max_model_len)), sizes
+        in_parts = sizes.in_parts and not sight.whole
+        whole = {"image_places": places, "whole_images": sight.whole, "in_parts": in_parts}
+        return dataclasses.replace(self, places=places, sight=sight), dataclasses.replace(sizes, **whole)
 
 
 def places_of(max_model_len: int, max_batch_tokens: int) -> int:
