@@ -57,7 +57,7 @@ def test_a_step_is_seen_before_a_batch_that_follows_from_it(follows, expected):
 
 
 def test_replies_follow_from_the_steps_before_and_further_updates_with_them_do_not():
-    rollouts = Rollouts(None, None, (), None)
+    rollouts = Rollouts(None, None, None)
     assert rollouts.follows
     rollouts._left = 1
     assert not rollouts.follows

@@ -69,7 +69,7 @@ def build(
     is where those but the first stay until that ends (following.join)."""
     use_memory(config.kv_offloading_size)
     several = in_several_processes(devices)
-    if several:
+    if several or devices is None:
         refuse_second()
     if -1 in config.mesh.sizes().values():
         config = dataclasses.replace(config, mesh=config.mesh.resolve(len(devices or jax.devices())))

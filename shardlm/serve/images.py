@@ -41,6 +41,7 @@ class Images:
         self._kept, self._bytes = kept, 0
         self.asked = self.found = 0
         self._pictures: collections.OrderedDict[bytes, Picture] = collections.OrderedDict()
+        self._coming: dict[bytes, concurrent.futures.Future[Picture]] = {}  # that a thread prepares
         self._changing = threading.Lock()
 
     def check_count(self, count: int) -> None:
@@ -93,13 +94,29 @@ class Images:
                 self._pictures.move_to_end(key)
                 self.found += 1
                 return found
-        made = self.sight.prepare(pixels())
+            coming = self._coming.get(key)
+            if coming is None:
+                own = self._coming[key] = concurrent.futures.Future()
+            else:
+                self.found += 1
+        return self._made(key, pixels, own) if coming is None else coming.result()
+
+    def _made(self, key: bytes, pixels: Callable[[], np.ndarray], own: concurrent.futures.Future[Picture]) -> Picture:
+        """Prepared here, for others who wait for the same too."""
+        try:
+            made = self.sight.prepare(pixels())
+        except BaseException as error:
+            with self._changing:
+                del self._coming[key]
+            own.set_exception(error)
+            raise
         with self._changing:
-            if key not in self._pictures:
-                self._pictures[key] = made
-                self._bytes += size_of(made)
+            del self._coming[key]
+            self._pictures[key] = made
+            self._bytes += size_of(made)
             while self._bytes > self._kept:
                 self._bytes -= size_of(self._pictures.popitem(last=False)[1])
+        own.set_result(made)
         return made
 
 
