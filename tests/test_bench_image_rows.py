@@ -9,7 +9,7 @@ from gpu_programs import on_gpus
 from shardlm.bench.image_kernels import attended, looked, products, square
 from shardlm.bench.kernel_cases import FULL, TINY, Looked
 from shardlm.bench.kernel_timing import largest_error, programs_of
-from shardlm.bench.published_eyes import eyes_named
+from shardlm.bench.published_encoders import sight_named
 from shardlm.mesh import MeshSpec
 from shardlm.topology import topology
 from shardlm.vision.encoder import Encoder, parameters_of
@@ -23,7 +23,7 @@ PARAMETERS = {  # without those of the text, in millions
 
 
 def encoder_of(name: str) -> Encoder:
-    return Encoder.make(eyes_named(name).encoder, jnp.bfloat16, MeshSpec().build(jax.devices()[:1]))
+    return Encoder.make(sight_named(name).encoder, jnp.bfloat16, MeshSpec().build(jax.devices()[:1]))
 
 
 @pytest.mark.parametrize("name", TINY["images"])
@@ -39,12 +39,12 @@ def test_an_encoder_equals_its_reference(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_encoders_are_those_that_are_published(name):
-    assert parameters_of(eyes_named(name).encoder) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.05)
+    assert parameters_of(sight_named(name).encoder) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.05)
 
 
 def test_flops_by_hand():
     """Of 4 layers, of which 2 have windows of 4 x 4 patches; D = 48, 3 heads of 16, F = 56."""
-    sight, encoder = eyes_named("windows"), encoder_of("windows")
+    sight, encoder = sight_named("windows"), encoder_of("windows")
     picture = square(sight, 256)
     assert np.bincount(picture.inputs["windows"]).tolist() == [16] * 16
     assert attended(sight, picture) == 4 * 3 * 16 * (2 * 256**2 + 2 * 16 * 16**2)
@@ -55,7 +55,7 @@ def test_flops_by_hand():
 
 
 def test_learned_positions_are_read_and_not_multiplied():
-    sight, encoder = eyes_named("Gemma 3"), encoder_of("Gemma 3")
+    sight, encoder = sight_named("Gemma 3"), encoder_of("Gemma 3")
     total, read = parameters_of(sight.encoder), 4096 * 1152
     found = products(encoder, square(sight, 4096), sight.merged)
     assert found == 2.0 * ((total - read - 1152 * 2560 - 1152 * 3) * 4096 + (1152 * 2560 + 1152 * 3) * 256)
@@ -72,7 +72,7 @@ def test_attention_is_what_a_server_chooses(name):
     """And its scores are never written: all patches by all would be a GiB of float32 in Gemma 3."""
     mesh, shape = MeshSpec().build(topology("h100", 1, 1)), FULL["images"][name]
     kernel = looked(shape, on_gpu=True)
-    chosen = Encoder.make(eyes_named(shape.eyes).encoder, jnp.bfloat16, mesh).execution.attention
+    chosen = Encoder.make(sight_named(shape.encoder).encoder, jnp.bfloat16, mesh).execution.attention
     program = programs_of(kernel, mesh, 1)["run"]()()
     assert kernel.what.startswith(chosen) and "__cudnn$fmhaSoftmax" in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < 2**27  # 38 and 70 MiB, compiled

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from shardlm.bench.kernel import Arrays, Kernel
 from shardlm.bench.kernel_cases import Looked
-from shardlm.bench.published_eyes import eyes_named
+from shardlm.bench.published_encoders import sight_named
 from shardlm.layers.param import Params
 from shardlm.mesh import MeshSpec
 from shardlm.vision.encoder import Encoder
@@ -26,7 +26,7 @@ ALLOWED = 0.03
 
 def looked(s: Looked, on_gpu: bool) -> Kernel:
     """What is measured of an encoder."""
-    sight, attention = eyes_named(s.eyes), "cudnn" if on_gpu else "xla"
+    sight, attention = sight_named(s.encoder), "cudnn" if on_gpu else "xla"
     picture, encoder = square(sight, s.patches), Encoder.make(sight.encoder, jnp.bfloat16, _one_device())
 
     def inputs(key: jax.Array) -> Arrays:

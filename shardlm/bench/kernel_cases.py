@@ -171,9 +171,9 @@ class Recurrent:
 
 @dataclasses.dataclass(frozen=True)
 class Looked:
-    """One image in so many patches through an encoder of published_eyes.EYES, a square."""
+    """One image in so many patches through an encoder of published_encoders.ENCODERS, a square."""
 
-    eyes: str
+    encoder: str
     patches: int
 
 
@@ -301,7 +301,7 @@ FULL: Mapping[str, KernelCases] = MappingProxyType(
             "int4, 128 experts, 128 rows each": FewBitsExperts(128, 2048, 768, 128, FORMS["int4"], True),
             "mxfp4, 32 experts, 16 rows each": FewBitsExperts(16, 2880, 2880, 32, FORMS["mxfp4"], True),
         },
-        "images": {f"{eyes}, {patches:,} patches": Looked(eyes, patches) for eyes, patches in _IMAGES},
+        "images": {f"{encoder}, {patches:,} patches": Looked(encoder, patches) for encoder, patches in _IMAGES},
     }
 )
 TINY: Mapping[str, KernelCases] = MappingProxyType(

@@ -9,6 +9,7 @@ from shardlm.errors import ShardlmError
 from shardlm.gguf_files.merges import listed, scored
 from shardlm.gguf_files.splits import KEY, UNNAMED, pre
 from shardlm.gguf_files.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, of_tokens
+from shardlm.tokenizer_files.told import bpe
 
 log = logging.getLogger(__name__)
 _SPACE = "▁"  # what SentencePiece writes for one
@@ -55,7 +56,7 @@ def _of_bytes(vocabulary: Vocabulary) -> dict[str, Any]:
         "normalizer": {"type": "NFC"} if how.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, in_bytes]},
         "decoder": in_bytes,
-        "model": _model(vocabulary, listed(lines, vocabulary.ids)) | {"ignore_merges": how.whole_words},
+        "model": bpe(vocabulary.ids, listed(lines, vocabulary.ids)) | {"ignore_merges": how.whole_words},
     }
 
 
@@ -83,22 +84,7 @@ def _of_pieces(vocabulary: Vocabulary) -> dict[str, Any]:
         "normalizer": {"type": "Sequence", "normalizers": before},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": after},
-        "model": _model(vocabulary, scored(of_text)) | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
-    }
-
-
-def _model(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": vocabulary.ids,
-        "merges": merges,
+        "model": bpe(vocabulary.ids, scored(of_text)) | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
     }
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from shardlm.serve.gallery import Look
+from shardlm.serve.encoder_cache import Look
 from shardlm.serve.host_pages import Move
 from shardlm.serve.request import Request
 from shardlm.serve.snapshots import Copies
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     tokens: array | None
     fresh: bool  # the first row of this request in this slot: the slot's state on the device starts anew
     again: bool = False  # a decode from the tokens that are known: what the slot sampled after them is dropped
-    seen: np.ndarray | None = None  # of a chunk with images: where each token's vector is (gallery.py), int32 [tokens]
+    seen: np.ndarray | None = None  # of a chunk with images, int32 [tokens]: where vectors are (encoder_cache.py)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

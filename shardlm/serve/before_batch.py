@@ -1,14 +1,13 @@
 """What a runner does before a batch's own programs: pages and memories come to their places, images are read, and slots
 are told who has them now."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from shardlm.serve.batch import Row, ScheduledBatch
-from shardlm.serve.eyes import Eyes
 from shardlm.serve.host_pages import Move
+from shardlm.serve.image_encoder import ImageEncoder
 from shardlm.serve.image_rows import look_inputs
 from shardlm.serve.inputs import Inputs, one
 from shardlm.serve.launcher import Later
@@ -20,19 +19,14 @@ from shardlm.serve.speculation.proposer import Proposer
 class BeforeBatch:
     """The part of runner.Runner."""
 
-    eyes: Eyes | None
+    image_encoder: ImageEncoder | None
     proposer: Proposer | None
     _inputs: Inputs
     _masked: set[int]  # slots whose masks are not all ones
 
-    def _run(self, key: Any, *arguments) -> Later:
-        raise NotImplementedError
-
-    def _move(self, moves: Sequence[Move]) -> None:
-        raise NotImplementedError
-
-    def _copy(self, copies: Copies) -> None:
-        raise NotImplementedError
+    _run: Callable[..., Later]  # these three are runner.Runner's methods
+    _move: Callable[[Sequence[Move]], None]
+    _copy: Callable[[Copies], None]
 
     def _prepare_all(
         self,
@@ -44,8 +38,8 @@ class BeforeBatch:
         self._move(batch.moves)
         self._copy(batch.restored)
         for look in batch.looks:
-            size = self.eyes.size_of(look.picture.patches)
-            self._run(("look", size), *look_inputs(self.eyes.sight, look, size))
+            size = self.image_encoder.size_of(look.picture.patches)
+            self._run(("look", size), *look_inputs(self.image_encoder.sight, look, size))
         for row in batch.rows:
             self._prepare(row, settings[row.request.id])
         self._allow(masks)

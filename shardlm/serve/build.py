@@ -31,16 +31,16 @@ from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.entries import fitted
-from shardlm.serve.eyes import Eyes
 from shardlm.serve.facts import ModelFacts
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.followers import refuse_second
 from shardlm.serve.following import join
 from shardlm.serve.host_pages import BUNDLE
+from shardlm.serve.image_encoder import ImageEncoder
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
 from shardlm.serve.memories import refuse
-from shardlm.serve.open_eyes import open_eyes, sight_for
+from shardlm.serve.open_image_encoder import open_image_encoder, sight_for
 from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.prefill import choose
@@ -106,8 +106,8 @@ def build(
     if said := grown(opened, config.quantization):
         logging.warning("%s %s", path, said)
     dtype = opened.model.execution.dtype
-    eyes = open_eyes(sight, opened.source, dtype, shape.embed_dim, opened.mesh) if sight else None
-    how = (opened.tokenizer, opened.stop_ids, length, config, progress, draft, devices, eyes)
+    image_encoder = open_image_encoder(sight, opened.source, dtype, shape.embed_dim, opened.mesh) if sight else None
+    how = (opened.tokenizer, opened.stop_ids, length, config, progress, draft, devices, image_encoder)
     engine = assemble(opened, *how)
     pooling = Pooling.of(shape.embed_dim, opened.options, classifier)
     for one in (engine, *(engine.engines if isinstance(engine, EngineGroup) else ())):
@@ -145,7 +145,7 @@ def assemble(
     progress: Callable[[int, int], None] = lambda done, total: None,
     draft: DraftModel | None = None,
     devices: Sequence[jax.Device] | None = None,
-    eyes: Eyes | None = None,
+    image_encoder: ImageEncoder | None = None,
 ) -> Engine | EngineGroup:
     """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, of
     its draft model and of its encoder of images."""
@@ -163,14 +163,14 @@ def assemble(
     del params  # the stages have their own, and pages want the room
     draft = draft.within(first.stages[-1]) if draft else None
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
-    seen = {"seen": functools.partial(eyes.buffer_bytes, length)} if eyes else {}
+    seen = {"seen": functools.partial(image_encoder.buffer_bytes, length)} if image_encoder else {}
     sizes, *beside = sizes_of(model, draft, places, length, config, **seen)
     prefill = choose(config.prefill_attention, model, config.deterministic)
     sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=prefill.in_parts)
     few_bits = few_bits_of(model.config, model.execution.weights, model.execution.few_bits)
     sizes = dataclasses.replace(sizes, few_bits=few_bits)
-    if eyes:
-        eyes, sizes = eyes.fitted(sizes, config.drafts)
+    if image_encoder:
+        image_encoder, sizes = image_encoder.fitted(sizes, config.drafts)
     schedulers = [scheduler_of(sizes, config) for _ in places]  # before anything is compiled: they refuse sizes
     proposer = make_proposer(speculative, draft, sizes, *beside)[0] if speculative else None
     runners: list[Runner] = []
@@ -181,7 +181,7 @@ def assemble(
             runners.append(make(model, place, sizes, like, proposer))
         else:
             make = DeterministicRunner if config.deterministic else Runner
-            own = {"eyes": eyes.on(place.stages[0].mesh)} if eyes else {}
+            own = {"image_encoder": image_encoder.on(place.stages[0].mesh)} if image_encoder else {}
             runners.append(
                 make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like, **own)
             )

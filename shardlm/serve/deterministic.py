@@ -126,14 +126,14 @@ class DeterministicRunner(Runner):
 
     def _shift(self, shift: int) -> tuple[np.ndarray, ...]:
         """What `token_rows.begin` takes of where a request's tokens are on three axes."""
-        return (one(shift),) if self.eyes and self.eyes.sight.axes else ()
+        return (one(shift),) if self.image_encoder and self.image_encoder.sight.axes else ()
 
     def _rows(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> TokenRows:
         """These tokens of a batch; the rest is padding."""
         images = {}
-        if self.eyes:
+        if self.image_encoder:
             own = [(batch.rows[token.row], token.offset) for token in tokens]
-            images = image_tokens(self.eyes.sight, own, self._part)
+            images = image_tokens(self.image_encoder.sight, own, self._part)
         return TokenRows(self._where(batch, tokens), **images)
 
     def _where(self, batch: ScheduledBatch | None = None, tokens: Sequence[Token] = ()) -> np.ndarray:

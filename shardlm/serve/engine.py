@@ -78,7 +78,7 @@ class Engine:
     @property
     def sight(self) -> Sight | None:
         """How the model sees; None where it reads text alone."""
-        return self.runner.eyes and self.runner.eyes.sight
+        return self.runner.image_encoder and self.runner.image_encoder.sight
 
     # Requests.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardlm.serve.batch import Row
-from shardlm.serve.gallery import Gallery
+from shardlm.serve.encoder_cache import EncoderCache
 from shardlm.serve.host_pages import Move
 from shardlm.serve.page_table import PageTable, extend_hashes
 from shardlm.serve.request import Request
@@ -19,7 +19,7 @@ class Holdings:
     """Slots and pages of one scheduler's requests, and places of their images. `pages` is taken over empty."""
 
     def __init__(self, config: SchedulerConfig, pages: PageTable):
-        self.pages, self.gallery = pages, Gallery(config.image_places)
+        self.pages, self.encoder_cache = pages, EncoderCache(config.image_places)
         self._unsure = int(config.drafts > 0)
         self._free_slots = list(range(config.max_rows - 1, -1, -1))
         shape = config.max_rows, len(pages.windows), pages.groups.pages_for(config.max_model_len)
@@ -42,7 +42,7 @@ class Holdings:
         shareable = self._shareable(request)
         known = self.pages.cached(shareable) if self.pages.snapshots is not None else 0
         computed = self.pages.allocate(request.id, len(request.tokens), shareable)
-        self.gallery.hold(request, computed)
+        self.encoder_cache.hold(request, computed)
         request.slot = self._free_slots.pop()
         if self.pages.snapshots is not None and request.params.prompt_logprobs is None:
             found = computed // self.pages.page_size
@@ -82,7 +82,7 @@ class Holdings:
         """Gives the slot and the pages on; full pages of known tokens stay cached."""
         self._remember(request)
         self.pages.free(request.id)
-        self.gallery.let_go(request)
+        self.encoder_cache.let_go(request)
         if self.pages.snapshots is not None:
             self.pages.snapshots.end(request.id)
         self._table[request.slot] = 0
@@ -99,7 +99,7 @@ class Holdings:
         """A chunk of a prompt up to `end` is in the batch that is made now: others may share what it leaves."""
         self.share(request, end)
         if end == request.prefill_end:
-            self.gallery.read(request)
+            self.encoder_cache.read(request)
         if self.pages.snapshots is not None:
             self.pages.snapshots.read(request.id, request.slot, end, request.page_hashes)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardlm.serve.batch import Row
-from shardlm.serve.gallery import Look
+from shardlm.serve.encoder_cache import Look
 from shardlm.vision.sight import Sight
 
 

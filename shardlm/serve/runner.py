@@ -23,10 +23,10 @@ from shardlm.serve.before_batch import BeforeBatch
 from shardlm.serve.carry import alone
 from shardlm.serve.chunk_programs import dealt
 from shardlm.serve.compiling import compile_all, options_of
-from shardlm.serve.eyes import Eyes, sized
 from shardlm.serve.followers import Followers, told
 from shardlm.serve.host_copies import Bundles, PageCopies, filling, told_of_room
 from shardlm.serve.host_pages import Move
+from shardlm.serve.image_encoder import ImageEncoder, sized
 from shardlm.serve.inputs import Inputs, one
 from shardlm.serve.launcher import Later, Launcher, launcher_on
 from shardlm.serve.memory_copies import NO_COPIES, copier
@@ -53,14 +53,16 @@ class Runner(BeforeBatch):
         proposer: Proposer | None = None,
         proposer_params: Any = (),
         like: "Runner | None" = None,
-        eyes: Eyes | None = None,
+        image_encoder: ImageEncoder | None = None,
     ):
         """`compile` comes next. With a proposer, decoding verifies its drafts; None for its parameters are the model's
-        own. `like`: a runner of the same model on other devices, whose programs are traced for both. `eyes`: the
-        encoder of a model that sees."""
+        own. `like`: a runner of the same model on other devices, whose programs are traced for both. `image_encoder`:
+        that of a model that sees."""
         self.model, self._parts, self.mesh, self.config = model, [params], mesh, config
-        self.proposer, self.proposer_params, self.eyes = proposer, proposer_params, eyes
-        self._inputs = Inputs(config, model.config.vocab_size, proposer is not None, eyes and eyes.sight)
+        self.proposer, self.proposer_params, self.image_encoder = proposer, proposer_params, image_encoder
+        self._inputs = Inputs(
+            config, model.config.vocab_size, proposer is not None, image_encoder and image_encoder.sight
+        )
         self._makers = self._state_makers()
         self._state = self._shape_of_empty()
         self._launchers = self._make_launchers()
@@ -80,7 +82,7 @@ class Runner(BeforeBatch):
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
         sizes = (self.config.layout, self.config.page_size, self.config.max_rows)
         drafts = self.proposer.empty if self.proposer else tuple
-        return (jax.jit(functools.partial(empty_state, self.model, *sizes, drafts, **sized(self.eyes))),)
+        return (jax.jit(functools.partial(empty_state, self.model, *sizes, drafts, **sized(self.image_encoder))),)
 
     def _shape_of_empty(self) -> Any:
         """Until `allocate`: XLA tries its kernels out while it compiles, in memory that pages would have taken."""
@@ -153,7 +155,7 @@ class Runner(BeforeBatch):
         """Key -> (function, example arguments)."""
         work = self._own_shapes() | self._edits() | self._copiers()
         whole = {key: (function, (self._weights, self._state, *rest)) for key, (function, rest) in work.items()}
-        looks = self.eyes.shapes(self._state) if self.eyes else {}
+        looks = self.image_encoder.shapes(self._state) if self.image_encoder else {}
         return whole | self._writers() | self._movers() | looks
 
     def _own_shapes(self) -> dict[Any, tuple[Callable, tuple]]:
@@ -351,7 +353,7 @@ class Runner(BeforeBatch):
         run = self._programs[key]
 
         def call() -> list:
-            made = run(self.eyes.params if key[0] == "look" else self._weights, self._state, *arguments)
+            made = run(self.image_encoder.params if key[0] == "look" else self._weights, self._state, *arguments)
             self._state, *found = made if isinstance(made, tuple) else (made,)
             return found
 

@@ -26,7 +26,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.serve.ahead import end_of, left, must_land
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
-from shardlm.serve.gallery import whole_images
+from shardlm.serve.encoder_cache import whole_images
 from shardlm.serve.holdings import Holdings
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import Request, Status, check_room
@@ -118,7 +118,7 @@ class Scheduler:
         while self._running:
             self._preempt(self._running[-1])
         self.pages.forget()
-        self._holdings.gallery.forget()
+        self._holdings.encoder_cache.forget()
 
     def renewed(self) -> "Scheduler":
         """One without requests in its place, with this one's counts: for after an interruption in the midst of it."""
@@ -177,7 +177,7 @@ class Scheduler:
             for row in rows:
                 if row.tokens is not None or not self.config.drafts:  # else where it ends is known when it lands
                     self._holdings.drop(row.request)
-        beside = (*self._holdings.copies(), self._holdings.moves(), self._holdings.gallery.taken())
+        beside = (*self._holdings.copies(), self._holdings.moves(), self._holdings.encoder_cache.taken())
         batch = ScheduledBatch(kind, self._batches, steps, tuple(rows), table, *beside)
         self._batches += 1
         self._in_flight.append(batch)
@@ -217,7 +217,7 @@ class Scheduler:
         """The next tokens of a prompt, or of what is computed anew after a preemption."""
         start = request.computed
         samples = int(end == request.prefill_end and request.remaining > 0)
-        seen = self._holdings.gallery.places(request.pictures, start, end) if request.pictures else None
+        seen = self._holdings.encoder_cache.places(request.pictures, start, end) if request.pictures else None
         row = Row(request, request.slot, start, end, samples, request.tokens[start:end], request.fresh, seen=seen)
         request.fresh = False
         self._turns.read(end - start)
@@ -277,7 +277,7 @@ class Scheduler:
     def _make_room(self, request: Request) -> bool:
         """Finds a slot and pages for a waiting request, by preempting worse priorities unless that would not do."""
         worse = [other for other in self._running if other.priority > request.priority]
-        if (not self._holdings.slots_left and not worse) or not self._holdings.gallery.has_room(request):
+        if (not self._holdings.slots_left and not worse) or not self._holdings.encoder_cache.has_room(request):
             return False
         kept = len(self.pages.windows)
         if self._lacking(request) > sum(self.pages.num_held(other.id) + kept for other in worse):

@@ -47,7 +47,7 @@ class Slots:
 @dataclasses.dataclass(frozen=True)
 class ServeState:
     """Donated to every program. `drafts` is what a proposer of drafts keeps (speculation/); vectors [places, (1 + deep)
-    * D], of the images of prompts that are being read (gallery.py), None where the model does not see."""
+    * D], of the images of prompts that are being read (encoder_cache.py), None where the model does not see."""
 
     pages: Pages
     slots: Slots

@@ -1,4 +1,4 @@
-"""Gemma 3's eyes (https://arxiv.org/abs/2503.19786, section 2.2): SigLIP on squares of one size, averages of
+"""Gemma 3's encoder (https://arxiv.org/abs/2503.19786, section 2.2): SigLIP on squares of one size, averages of
 neighbours, and a norm and a product into the text's width. Its vectors take the place of embeddings after those were
 scaled. "Pan and scan", which cuts long images, is off as in transformers."""
 

@@ -1,4 +1,4 @@
-"""Gemma 4's eyes: patches of any aspect ratio, positions that are learned for rows and columns and turned by both,
+"""Gemma 4's encoder: patches of any aspect ratio, positions that are learned for rows and columns and turned by both,
 Gemma's own layers in both directions, averages of neighbours, and a product into the text's width."""
 
 import dataclasses

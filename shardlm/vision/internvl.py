@@ -1,5 +1,5 @@
-"""InternVL's eyes (https://arxiv.org/abs/2312.14238; https://arxiv.org/abs/2504.10479): tiles of one size, each with a
-class token, layers with a factor on what they add, and two products of merged patches into the text's width."""
+"""InternVL's encoder (https://arxiv.org/abs/2312.14238; https://arxiv.org/abs/2504.10479): tiles of one size, each with
+a class token, layers with a factor on what they add, and two products of merged patches into the text's width."""
 
 import dataclasses
 import pathlib
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -31,6 +30,7 @@ from shardlm.vision.tower import (
     linear_names,
     norm_names,
     patch_names,
+    with_class_tokens,
 )
 from shardlm.vision.tower_weights import Tensors
 
@@ -111,9 +111,8 @@ class InternvlEncoder(nnx.Module):
 
     def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
         each, D = self.config.across**2, self.config.tower.width
-        x = self.patches(inputs["pixels"], execution).reshape(-1, each, D)
-        own = jnp.broadcast_to(in_use(self.of_class, execution), (len(x), 1, D))
-        x = jnp.concatenate([x, own], axis=1) + in_use(self.positions, execution)[self.config.order]
+        learned = in_use(self.of_class, execution), in_use(self.positions, execution)[self.config.order]
+        x = with_class_tokens(self.patches(inputs["pixels"], execution), each, *learned)
         x, _ = self.tower(x.reshape(-1, D), count, execution, windows=Tiles(each + 1))
         x = self.last_norm(x, execution) if self.config.last_norm else x
         x = x.reshape(-1, each + 1, D)[:, :-1].reshape(-1, self.config.merge**2 * D)

@@ -1,4 +1,4 @@
-"""Kimi K2.5's eyes, MoonViT (https://arxiv.org/abs/2504.07491, section 2.1): images as large as they are, positions
+"""Kimi K2.5's encoder, MoonViT (https://arxiv.org/abs/2504.07491, section 2.1): images as large as they are, positions
 that are learned and interpolated, rotations by rows and columns, and a product of merged patches into the width of the
 text."""
 

@@ -1,5 +1,5 @@
-"""Llama 4's eyes: tiles of one size, each with a class token behind its patches, positions that are learned and turned
-by row and column, and two products of four patches and one into the text's width."""
+"""Llama 4's encoder: tiles of one size, each with a class token behind its patches, positions that are learned and
+turned by row and column, and two products of four patches and one into the text's width."""
 
 import dataclasses
 import pathlib
@@ -31,6 +31,7 @@ from shardlm.vision.tower import (
     linear_names,
     norm_names,
     sines_of,
+    with_class_tokens,
 )
 from shardlm.vision.tower_weights import Tensors
 
@@ -125,11 +126,9 @@ class Llama4Encoder(nnx.Module):
 
     def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
         each, D = self.config.across**2, self.config.tower.width
-        x = self.patches(inputs["pixels"], execution).reshape(-1, each, D)
-        tiles = len(x)
-        own = jnp.broadcast_to(in_use(self.of_class, execution), (tiles, 1, D))
-        x = jnp.concatenate([x, own], axis=1) + in_use(self.positions, execution)[self.config.order]
-        x = self.first_norm(x.reshape(-1, D), execution)
+        learned = in_use(self.of_class, execution), in_use(self.positions, execution)[self.config.order]
+        x = with_class_tokens(self.patches(inputs["pixels"], execution), each, *learned)
+        tiles, x = len(x), self.first_norm(x.reshape(-1, D), execution)
         sines = sines_of(jnp.tile(self.config.angles, tiles), self.config.frequencies)
         x, _ = self.tower(x, count, execution, sines, Tiles(each + 1))
         x = self.last_norm(x, execution).reshape(tiles, each + 1, D)[:, :-1]

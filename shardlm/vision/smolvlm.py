@@ -1,4 +1,4 @@
-"""The eyes of Idefics 3 (https://arxiv.org/abs/2408.12637) and SmolVLM (https://arxiv.org/abs/2504.05299): SigLIP on
+"""The encoder of Idefics 3 (https://arxiv.org/abs/2408.12637) and SmolVLM (https://arxiv.org/abs/2504.05299): SigLIP on
 tiles of one size, and one product of merged patches into the text's width."""
 
 import dataclasses

@@ -172,6 +172,14 @@ class Patches(nnx.Module):
         return out + in_use(self.bias, execution) if hasattr(self, "bias") else out
 
 
+def with_class_tokens(x: jax.Array, each: int, of_class: jax.Array, positions: jax.Array) -> jax.Array:
+    """Patches [P, D] of tiles of `each`, a class token [D] behind those of a tile, positions [each + 1, D] added to both:
+    [tiles, each + 1, D]."""
+    x = x.reshape(-1, each, x.shape[-1])
+    own = jnp.broadcast_to(of_class, (len(x), 1, x.shape[-1]))
+    return jnp.concatenate([x, own], axis=1) + positions
+
+
 def _by(letters: str, x: jax.Array, module: nnx.Module, weight: str, bias: str, execution: Execution) -> jax.Array:
     y = project(letters, x, module, weight, execution)
     return y + in_use(getattr(module, bias), execution) if hasattr(module, bias) else y

@@ -240,7 +240,7 @@ class Serving(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         self.pages.check_invariants()
-        self.scheduler._holdings.gallery.check_invariants()
+        self.scheduler._holdings.encoder_cache.check_invariants()
         for request, (tokens, reason) in self.wanted.items():
             assert list(request.generated) == self.streamed[request] == tokens[: len(request.generated)]
             assert len(request.page_hashes) <= len(request.tokens) // self.pages.page_size, "a hash of unknown tokens"

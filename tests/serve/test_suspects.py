@@ -30,7 +30,7 @@ class FakeRunner:
     """As Runner, over a FakeDevice. `poison`: ids of requests, with the position from which on a batch with them fails,
     and whether it does so at its start. `lost`: numbers of batches that fail whoever is in them."""
 
-    proposer = eyes = None
+    proposer = image_encoder = None
     model = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=VOCAB, embed_dim=8))
     config = types.SimpleNamespace(layout=types.SimpleNamespace(windows=(0,)))
 

@@ -65,13 +65,13 @@ def test_who_is_preempted_reads_its_images_again(family, expected):
     assert [reply[:6] for reply in replies(more)] == expected * 3
 
 
-def test_a_small_gallery_lets_prompts_wait(llm, expected, monkeypatch):
-    gallery = llm.engine.scheduler._holdings.gallery
+def test_a_small_encoder_cache_lets_prompts_wait(llm, expected, monkeypatch):
+    cache = llm.engine.scheduler._holdings.encoder_cache
     llm.engine.reset_prefix_cache()
     most = max(llm.engine.sight.prepare(image).vectors for image in (FIRST, SECOND, THIRD))
-    monkeypatch.setattr(gallery, "_free", gallery._free[-most - 12 :])
+    monkeypatch.setattr(cache, "_free", cache._free[-most - 12 :])
     assert replies(asked(llm, ASKS)) == expected
-    assert len(gallery._free) + sum(map(len, gallery._places.values())) == most + 12
+    assert len(cache._free) + sum(map(len, cache._places.values())) == most + 12
     llm.engine.reset_prefix_cache()
 
 
@@ -124,9 +124,9 @@ def test_a_run_sees_by_the_encoder_that_it_began_with(family, expected, tmp_path
 
 def test_nothing_is_left_behind(llm):
     assert llm.engine.stats().num_running == 0
-    gallery = llm.engine.scheduler._holdings.gallery
-    assert not gallery._held
-    gallery.check_invariants()
+    cache = llm.engine.scheduler._holdings.encoder_cache
+    assert not cache._held
+    cache.check_invariants()
 
 
 def test_the_deterministic_mode(family, llm):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardlm.hf_files import OF_IMAGES
 from shardlm.serve.engine_config import EngineConfig
-from shardlm.serve.eyes import places_of
+from shardlm.serve.image_encoder import places_of
 from shardlm.vision.encoder import parameters_of
 from shardlm.vision.registry import sight_of
 

@@ -13,7 +13,7 @@ from shardlm.serve.bench.image_work import Size
 from shardlm.serve.build import build
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
-from shardlm.serve.open_eyes import sight_for
+from shardlm.serve.open_image_encoder import sight_for
 from shardlm.serve.replicas import EngineGroup
 
 BESIDE = 128  # tokens that a chat template may write around a message

@@ -113,7 +113,7 @@ def _small(files: Files, **changes: Any) -> Files:
 _FEW = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 4096}
 _WINDOWS = {"depth": 4, "num_heads": 3, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1, 3]}
 _DEEP = {"depth": 3, "num_heads": 3, "out_hidden_size": 32, "num_position_embeddings": 36}
-EYES: Mapping[str, Files] = MappingProxyType(
+ENCODERS: Mapping[str, Files] = MappingProxyType(
     {
         "Qwen2.5-VL 7B": _QWEN_2_5,
         "Qwen3-VL 8B": _QWEN_3,
@@ -126,9 +126,9 @@ EYES: Mapping[str, Files] = MappingProxyType(
 
 
 @functools.cache
-def eyes_named(name: str) -> Sight:
-    """How one of EYES sees."""
+def sight_named(name: str) -> Sight:
+    """How a checkpoint with one of ENCODERS sees."""
     with tempfile.TemporaryDirectory() as folder:
-        for file, content in EYES[name].items():
+        for file, content in ENCODERS[name].items():
             pathlib.Path(folder, f"{file}.json").write_text(json.dumps(content))
-        return sight_of(pathlib.Path(folder), EYES[name]["config"])
+        return sight_of(pathlib.Path(folder), ENCODERS[name]["config"])

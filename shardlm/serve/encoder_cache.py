@@ -19,7 +19,7 @@ class Look(NamedTuple):
     places: np.ndarray
 
 
-class Gallery:
+class EncoderCache:
     """`size` places. A prompt's images are all there, or none is: what a prompt may hold (max_model_len) fits, and who
     reads a prompt ends, so that nobody waits for ever."""
 

@@ -13,7 +13,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.opened import Found
 from shardlm.progress_bar import bytes_bar
 from shardlm.serve.engine_config import EngineConfig
-from shardlm.serve.eyes import Eyes
+from shardlm.serve.image_encoder import ImageEncoder
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.registry import sees, sight_of
 from shardlm.vision.sight import Sight
@@ -52,9 +52,9 @@ def _cannot(config: EngineConfig, sight: Sight | None) -> str:
     return ""
 
 
-def open_eyes(sight: Sight, source: Pretrained, dtype: jnp.dtype, embed_dim: int, mesh: Mesh) -> Eyes:
+def open_image_encoder(sight: Sight, source: Pretrained, dtype: jnp.dtype, embed_dim: int, mesh: Mesh) -> ImageEncoder:
     """The encoder of a checkpoint, on the devices of one replica."""
     encoder = Encoder.make(sight.encoder, dtype, mesh)
     with bytes_bar("reading the encoder of images", jax.process_index() == 0) as progress:
         params = encoder.load(Folder.open(pathlib.Path(source.folder)), progress)
-    return Eyes(sight, encoder, params, (1 + sight.deep) * embed_dim)
+    return ImageEncoder(sight, encoder, params, (1 + sight.deep) * embed_dim)

@@ -37,8 +37,8 @@ def served(*requests: Request, places: int, budget: int = 64) -> list[tuple[str,
             found.append(tuple(look.picture.digest.decode() for look in batch.looks))
             device.dispatch(batch, [request.id for request in scheduler._running if request.fresh])
         scheduler.land(*device.run())
-        scheduler._holdings.gallery.check_invariants()
-    assert not scheduler._holdings.gallery._held
+        scheduler._holdings.encoder_cache.check_invariants()
+    assert not scheduler._holdings.encoder_cache._held
     return found
 
 
@@ -57,7 +57,7 @@ def test_who_reads_in_this_batch_keeps_its_places():
 def test_a_batch_that_could_not_be_made(monkeypatch):
     """Its requests read their prompts again, in more chunks now as another is there: their images stay till the end."""
     scheduler = Scheduler(SchedulerConfig(2, 16, 40, (1,), image_places=12), PageTable(64, 2, caching=False))
-    first, gallery = asked("0", "aaaaaa"), scheduler._holdings.gallery
+    first, cache = asked("0", "aaaaaa"), scheduler._holdings.encoder_cache
     scheduler.add(first)
     with monkeypatch.context() as broken:
         broken.setattr(scheduler._holdings, "table", lambda rows: 1 / 0)
@@ -67,5 +67,5 @@ def test_a_batch_that_could_not_be_made(monkeypatch):
     scheduler.config = dataclasses.replace(scheduler.config, max_batch_tokens=4)
     batch = scheduler.schedule()
     assert [row.end for row in batch.rows] == [4] and [look.picture.digest for look in batch.looks] == [b"aaaaaa"]
-    assert list(gallery._held) == ["0"]
-    gallery.check_invariants()
+    assert list(cache._held) == ["0"]
+    cache.check_invariants()

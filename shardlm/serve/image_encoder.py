@@ -18,7 +18,7 @@ from shardlm.vision.sight import Sight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Eyes:
+class ImageEncoder:
     """`places`: rows of the buffer of vectors, which are `width` numbers each."""
 
     sight: Sight
@@ -49,11 +49,11 @@ class Eyes:
         """Of the buffer, on each device."""
         return places_of(max_model_len, max_batch_tokens) * self.width * self.encoder.execution.dtype.itemsize
 
-    def on(self, mesh: Mesh) -> "Eyes":
+    def on(self, mesh: Mesh) -> "ImageEncoder":
         """With weights on the devices of a mesh."""
         return dataclasses.replace(self, params=jax.device_put(self.params, NamedSharding(mesh, PartitionSpec())))
 
-    def fitted(self, sizes: RunnerConfig, drafts: int) -> tuple["Eyes", RunnerConfig]:
+    def fitted(self, sizes: RunnerConfig, drafts: int) -> tuple["ImageEncoder", RunnerConfig]:
         """With room for the images of any prompt, and of what a few batches read. Raises ShardlmError where a chunk
         would have to be longer than a batch."""
         places, sight = places_of(sizes.max_model_len, sizes.max_batch_tokens), self.sight.up_to(sizes.max_model_len)
@@ -74,6 +74,6 @@ def places_of(max_model_len: int, max_batch_tokens: int) -> int:
     return max(max_model_len, 4 * max_batch_tokens)
 
 
-def sized(eyes: Eyes | None) -> dict[str, Any]:
+def sized(image_encoder: ImageEncoder | None) -> dict[str, Any]:
     """What state.empty_state needs to know."""
-    return {"vectors": eyes.vectors, "axes": eyes.sight.axes} if eyes else {}
+    return {"vectors": image_encoder.vectors, "axes": image_encoder.sight.axes} if image_encoder else {}
