@@ -173,7 +173,7 @@ class Patches(nnx.Module):
 
 
 def with_class_tokens(x: jax.Array, each: int, of_class: jax.Array, positions: jax.Array) -> jax.Array:
-    """Patches [P, D] of tiles of `each`, a class token [D] behind those of a tile, positions [each + 1, D] added to both:
+    """Patches [P, D] of tiles of `each`, a class token [D] behind those of each, positions [each + 1, D] added to both:
     [tiles, each + 1, D]."""
     x = x.reshape(-1, each, x.shape[-1])
     own = jnp.broadcast_to(of_class, (len(x), 1, x.shape[-1]))
