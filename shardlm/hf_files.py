@@ -159,9 +159,9 @@ def write_folder(
     unfinished.rename(path)
 
 
-def copy_beside(folder: pathlib.Path, output: pathlib.Path) -> None:
+def copy_beside(folder: pathlib.Path, output: pathlib.Path, patterns: Iterable[str] = BESIDE) -> None:
     """Tokenizer, templates and the like from one folder to another."""
-    for pattern in BESIDE:
+    for pattern in patterns:
         for file in folder.glob(pattern):
             copy = output / file.relative_to(folder)
             copy.parent.mkdir(exist_ok=True)

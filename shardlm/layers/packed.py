@@ -1,6 +1,7 @@
 """The context of training and scoring (context.py): packed rows, in which each document attends to itself."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from shardlm.layers.context import Selection, heads_of, one_group_each, one_per_device, rates_of, specs_of
 from shardlm.layers.param import Execution
+from shardlm.layers.seen import TURNS, Seen
 from shardlm.mesh import shard_map
 from shardlm.ops import block_choice, head_choice
 from shardlm.ops.attention import packed_attention
@@ -42,13 +44,32 @@ class Packed:
     tokens: jax.Array | None = None
     ngrams: tuple[jax.Array, ...] | None = None
     faster: jax.Array | None = None
-    seen: None = None
-    turns: None = None
+    seen: Seen | None = None
+    turns: jax.Array | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
         """The context of a batch, as a model with this execution runs it."""
         return cls(segment_ids, execution.rules, execution.attention, weights, execution.context_attention)
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, jax.Array], weights: jax.Array | None, execution: Execution) -> "Packed":
+        """The same of a batch's rows by name, with the images that stand in them: "turns" int32 [B, T, 3], where tokens
+        are on three axes, and what `Seen.of_rows` wants."""
+        ctx = cls.make(rows["segment_ids"], weights, execution)
+        return dataclasses.replace(ctx, seen=Seen.of_rows(rows), turns=rows.get(TURNS))
+
+    def rows(self, width: int) -> dict[str, jax.Array]:
+        """What a stage of a pipeline is to know of rows whose stream has this width, behind where images enter it."""
+        found = {"segment_ids": self.segment_ids, "weights": self.weights}
+        if self.turns is not None:
+            found[TURNS] = self.turns
+        return found | (self.seen.rows(width) if self.seen else {})
+
+    def within(self, rows: Mapping[str, jax.Array]) -> "Packed":
+        """The context of some of them."""
+        own = {name: rows[name] for name in ("segment_ids", "weights")}
+        return dataclasses.replace(self, **own, seen=Seen.of_rows(rows), turns=rows.get(TURNS))
 
     @property
     def real(self) -> jax.Array:

@@ -56,6 +56,11 @@ class Schedule:
             return jnp.arange(self.slots) < self.slots - (place >= self.full)
         return place * self.slots + jnp.arange(self.slots) < self.num_layers
 
+    def first_of(self, place: jax.Array) -> jax.Array:
+        """The first layer of a place, int32 scalars."""
+        behind = jnp.maximum(place - self.full, 0) if self.short > 1 else 0
+        return place * self.slots - behind
+
     @property
     def full(self) -> int:
         """Places that hold as many as there are slots, the first ones."""
@@ -79,17 +84,17 @@ class Schedule:
         return (j % lap) // self.stages, j // lap * self.stages + j % self.stages, inside
 
 
-Stage = Callable[[Tree, Tree, jax.Array, jax.Array, Tree, jax.Array | None], tuple[jax.Array, Tree, Tree]]
+Stage = Callable[[Tree, Tree, jax.Array, jax.Array, Tree, jax.Array | None, jax.Array], tuple[jax.Array, Tree, Tree]]
 """(held and masters [rounds * slots, ...] as stage_weights.py has them, the first slot, int32 scalar, x [B, T, D], what
-else belongs to the microbatch, which slots hold a layer, bool [slots], or None for all) -> (x, masters, sums to add up
-[slots, ...])."""
+else belongs to the microbatch, which slots hold a layer, bool [slots], or None for all, the layer in the first slot,
+int32 scalar) -> (x, masters, sums to add up [slots, ...])."""
 
 
 def pipelined(
     stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule, policy, dtype, spread
 ):
-    """x [B, T, D] through all layers, which compute in the type `dtype`; `extra` is a tree of [B, T] that goes along
-    with its rows.
+    """x [B, T, D] through all layers, which compute in the type `dtype`; `extra` is a tree of [B, T, ...] that goes
+    along with its rows.
 
     weights are stacked [L, ...] at rest, "pipeline" in their specs; x and extra are split over the batch axes, the
     pipeline one among them. `stage` runs under `stage_rules(rules)`, and gets a zeroed `extra` while the pipeline fills
@@ -137,8 +142,9 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, spread, fixed, mast
     # (Llama 3 8B in 4 stages and 2 rounds: 135 GiB a GPU instead of 28, compiled).
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def lap_of(held, masters, lap_round, x, mine):
-        full = schedule.held(lap_round * S + me) if schedule.short else None
-        return stage(held, masters, lap_round * slots, x, mine, full)
+        place = lap_round * S + me
+        full = schedule.held(place) if schedule.short else None
+        return stage(held, masters, lap_round * slots, x, mine, full, schedule.first_of(place))
 
     def tick(carry, i):
         state, arriving, leaving, done, sums, masters = carry

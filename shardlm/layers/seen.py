@@ -1,9 +1,12 @@
 """What tokens that stand for images are, instead of what the embedding says of them."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+
+VECTORS, SEEN, TURNS = "vectors", "seen", "turns"  # of packed rows that images stand in (Packed.of_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -15,6 +18,18 @@ class Seen:
 
     vectors: jax.Array
     at: jax.Array
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, jax.Array]) -> "Seen | None":
+        """Of packed rows: their "vectors", and "seen" int32 [B, T], 1 where a token stands for one; None where they
+        hold none."""
+        return cls(rows[VECTORS], rows[SEEN] > 0) if VECTORS in rows else None
+
+    def rows(self, width: int) -> dict[str, jax.Array]:
+        """The same by name, nothing where no layer of a stream of this width is given vectors of its own."""
+        if self.vectors.shape[-1] == width:
+            return {}
+        return {VECTORS: self.vectors, SEEN: self.at.astype(jnp.int32)}
 
     def embedded(self, x: jax.Array) -> jax.Array:
         """The stream that enters the first block, x [B, T, D], with the images' tokens in it."""

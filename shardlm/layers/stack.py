@@ -97,14 +97,14 @@ class Stack(nnx.Module):
             return (scan or scan_blocks)(graph, stacked, x, positions, ctx, pages, first_layer, execution)
         inside = dataclasses.replace(execution, rules=stage_rules(execution.rules))
 
-        def stage(held, masters, first, x, rows, full):
-            own = {name: rows[name] for name in ("segment_ids", "weights")}
-            stage_ctx = dataclasses.replace(ctx, rules=inside.rules, held=full, **own)
+        def stage(held, masters, first, x, rows, full, repeat):
+            stage_ctx = dataclasses.replace(ctx.within(rows), rules=inside.rules, held=full)
             own = held, masters, first, schedule.slots
-            return scan_stage(graph, *own, x, rows["positions"], stage_ctx, inside)
+            number = first_layer + repeat * len(self.blocks)
+            return scan_stage(graph, *own, x, rows["positions"], stage_ctx, number, inside)
 
         schedule = self.schedule(execution)
-        rows = {"segment_ids": ctx.segment_ids, "positions": positions, "weights": ctx.weights}
+        rows = ctx.rows(x.shape[-1]) | {"positions": positions}
         how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat, stacked)}
         how |= {"dtype": execution.dtype, "spread": spreading(stacked, inside)}
         x, aux = run_stages(stage, stacked, x, rows, **how)
@@ -165,15 +165,15 @@ def traced_once() -> Scan:
     return of_segment
 
 
-def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Context, execution: Execution):
+def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Context, number, execution: Execution):
     """One scan over the blocks of a pipeline's stage in a tick, under the remat policy: `slots` from `first` on, of
-    weights [n, ...] that stage_weights.py describes. Returns (x, masters, auxiliary values [slots, blocks that have
+    weights [n, ...] that stage_weights.py describes, the first of which is layer `number`. Returns (x, masters, auxiliary values [slots, blocks that have
     them, ...])."""
 
     def layer(carry, index):
         x, masters = carry
         state, masters = layer_of(held, masters, first + index)
-        x, _, aux = run_repeat(graph, state, x, positions, ctx, None, 0, index, execution)
+        x, _, aux = run_repeat(graph, state, x, positions, ctx, None, number, index, execution)
         return (x, masters), aux
 
     body = rematerialised(layer, execution.remat, held)

@@ -81,9 +81,7 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Pages | None, dict[str, jax.Array]]:
         """tokens and positions int32 [B, T]; returns (hidden [B, T, D] after the last norm, pages, auxiliary
         values [layers that have them, ...])."""
-        x = self.embed(tokens, positions)
-        if ctx.seen is not None:
-            x = ctx.seen.embedded(x)
+        x = self.enter(tokens, positions, ctx)
         if self.config.hashed:
             ctx = dataclasses.replace(ctx, tokens=tokens)
         if self.config.ngrams:
@@ -105,8 +103,13 @@ class Transformer(nnx.Module):
         found = (table(of, self.execution) for table, of in zip(self.ngram_tables, rows, strict=True))
         return dataclasses.replace(ctx, ngrams=tuple(found)), pages
 
+    def enter(self, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
+        """tokens and positions int32 [B, T] -> the stream that enters the first block, [B, T, D], with images in it."""
+        x = self.embed(tokens, positions)
+        return x if ctx.seen is None else ctx.seen.embedded(x)
+
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """tokens and positions int32 [B, T] -> the stream that enters the first block, [B, T, D]."""
+        """tokens and positions int32 [B, T] -> what the embedding says of them, [B, T, D]."""
         act = self.execution.rules.act
         table = in_use(self.embedding, self.execution)
         looked_up = act.spec("batch", "whole_seq", "embed")

@@ -26,13 +26,13 @@ from shardlm.rules import Rules
 
 
 def zigzag(a: jax.Array, rules: Rules) -> jax.Array:
-    """[B, T] in natural order -> the same rows in zigzag order. For the small arrays of a batch, once a step."""
+    """[B, T, ...] in natural order -> the same rows in zigzag order. For the arrays of a batch, once a step."""
     C = rules.mesh.context
-    B, T = a.shape
+    B, T, *rest = a.shape
     order = [chunk for i in range(C) for chunk in (i, 2 * C - 1 - i)]
     spec = rules.act.spec("batch", "whole_seq")
     whole = jax.reshard(a, rules.act.spec("batch", None))
-    chunks = whole.reshape(B, 2 * C, T // (2 * C))
+    chunks = whole.reshape(B, 2 * C, T // (2 * C), *rest)
     moved = jnp.concatenate([chunks[:, chunk] for chunk in order], axis=1)
     return jax.reshard(moved, spec)
 

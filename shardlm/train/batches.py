@@ -29,7 +29,7 @@ def local_rows(sharding: NamedSharding, slots: tuple[int, ...], seq_len: int) ->
 def to_devices(
     batch: Mapping[str, np.ndarray], rows: tuple[int, ...], sharding: NamedSharding, slots: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-    """Arrays [len(rows), T] of this process -> global arrays [len(slots), T], zero where they are padded."""
+    """Arrays [len(rows), T, ...] of this process -> global arrays [len(slots), T, ...], zero where they are padded."""
     at = {row: place for place, row in enumerate(rows)}
 
     def place(local: np.ndarray) -> jax.Array:
@@ -39,6 +39,6 @@ def to_devices(
         def shard(index):
             return padded[[at.get(row, PADDING) for row in slots[index[0]]], index[1]]
 
-        return jax.make_array_from_callback((len(slots), local.shape[1]), sharding, shard)
+        return jax.make_array_from_callback((len(slots), *local.shape[1:]), sharding, shard)
 
     return {name: place(local) for name, local in batch.items()}

@@ -24,6 +24,7 @@ from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.state import at_rest
 from shardlm.tokenizer import Tokenizer, file_of
 from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.vision import kept
 
 
 def to_hf(
@@ -35,9 +36,9 @@ def to_hf(
     ema: bool = False,
     merge: bool = False,
 ) -> None:
-    """A checkpoint as a folder that `transformers` opens; of adapters, one that PEFT opens, or with `merge` their sum
-    with the weights that they stand on. Raises ShardlmError for a model that Hugging Face has no architecture for, and
-    where `output` exists."""
+    """A checkpoint as a folder that `transformers` opens, with what sees where it began with one that does; of adapters,
+    one that PEFT opens, or with `merge` their sum with the weights that they stand on. Raises ShardlmError for a model
+    that Hugging Face has no architecture for, and where `output` exists."""
     if dtype not in DTYPES:
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
     # Sums of weights and adapters are rounded as weights are held: in full where that is asked for.
@@ -49,9 +50,10 @@ def to_hf(
         return
     if not hasattr(source, "to_hf"):
         raise ShardlmError(f"a {type(source).__name__} has no architecture on Hugging Face")
-    config, folder = {**source.to_hf(), "dtype": dtype}, opened.found.folder
+    config, folder, seeing = {**source.to_hf(), "dtype": dtype}, opened.found.folder, None
     beside = folder
     if isinstance(source, Pretrained):
+        seeing = kept.whole(hf_files.home(pathlib.Path(source.folder)), source.options)
         if (own := hf_files.home(pathlib.Path(source.folder))).is_dir():
             beside = own  # templates and the like, beside the same tokenizer
     else:
@@ -63,13 +65,19 @@ def to_hf(
 
     def finish(written: pathlib.Path) -> None:
         hf_files.copy_beside(beside, written)
+        if seeing:
+            hf_files.copy_beside(beside, written, hf_files.OF_IMAGES)
         if (folder / chat.FILE).exists():  # of a run that trained on chats
             chat.ChatTemplate.load(folder).save(written)
         described = written / "tokenizer_config.json"
         if (folder / "tokenizer.json").exists() and not described.exists():
             described.write_text(json.dumps(_tokenizer_config(folder), indent=2) + "\n")
 
-    planned = list(weights.planned(opened.model.config, _unread(opened, name), names, jnp.dtype(DTYPES[dtype])))
+    written = jnp.dtype(DTYPES[dtype])
+    planned = list(weights.planned(opened.model.config, _unread(opened, name), names, written))
+    if seeing:
+        planned = [*map(seeing.named, planned), *seeing.planned(written)]
+        config = {**seeing.config, "dtype": dtype}
     with bytes_bar("writing weights") as progress:
         hf_files.write_folder(output, planned, config, finish, shard_bytes, progress)
 

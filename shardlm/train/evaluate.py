@@ -12,26 +12,27 @@ from shardlm.data import ngram
 from shardlm.data.loader import validation_batches
 from shardlm.data.packing import Batch
 from shardlm.data.prepare import Prepared
-from shardlm.train.batches import local_rows, to_devices
+from shardlm.train.batches import local_rows
 from shardlm.train.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Scores parameters on the validation rows; call it under the program's mesh."""
+    """Scores parameters on the validation rows; call it under the program's mesh. `eyes` reads their images."""
 
     program: Program
     data: Prepared
     compiled: jax.stages.Compiled
+    eyes: Any = None
 
     def __call__(self, params: Any, frozen: Any = None) -> dict[str, float]:
         """Means over the validation rows, with these weights of a training state: of next tokens validation_loss in
         nats a token, perplexity, and bits_per_byte of the text; else what the objective reports, as validation_*."""
-        train, sharding = self.program.config.train, self.program.batch_sharding
-        rows = local_rows(sharding, self.program.slots, train.seq_len)
+        seq_len = self.program.config.train.seq_len
+        rows = local_rows(self.program.batch_sharding, self.program.slots, seq_len)
         sums: dict[str, float] = {}
         for batch in self.batches(rows):
-            found = self.compiled(params, frozen, to_devices(batch, rows, sharding, self.program.slots))
+            found = self.compiled(params, frozen, self.program.on_devices(batch, rows, self.eyes))
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
         count = sums.pop(self.program.objective.counted)
         values = {f"validation_{name}": value / count for name, value in sums.items()}
@@ -40,8 +41,8 @@ class Evaluator:
         return values
 
     def batches(self, rows: tuple[int, ...] | None = None) -> Iterator[Batch]:
-        """The validation rows, the same at every call; `rows` of each batch, all by default."""
-        train = self.program.config.train
+        """The validation rows, the same at every call; `rows` of each batch, all by default, then without images."""
+        train, seeing = self.program.config.train, self.program.seeing
         return validation_batches(
             self.data.validation,
             seq_len=train.seq_len,
@@ -49,6 +50,7 @@ class Evaluator:
             rows=rows,
             packing=self.program.config.data.packing,
             max_batches=train.eval_batches or None,
+            look=seeing.readers(self.program.slots) if seeing and rows is not None else None,
         )
 
     def baselines(self) -> ngram.Baselines:

@@ -43,7 +43,7 @@ def train(
     """Runs or resumes the run in config.run_dir to its last step, or until a signal; returns the exit status.
 
     `command` starts this run again, for messages; `started` is when this process began, in seconds since 1970;
-    `profile` are steps to profile; `prepare` makes what it learns from.
+    `profile` are steps to profile; `prepare` makes what it learns from, and says which program its batches want.
     Raises ShardlmError for whatever the user can solve.
     """
     if profile:
@@ -53,6 +53,7 @@ def train(
     program = Program.make(config, config.mesh.build())
     run_dir = pathlib.Path(config.run_dir)
     task = prepare(program)
+    program = task.program
     check_vocabulary(program.model.config, task.tokenizer.vocab_size, getattr(config.model, "folder", ""))
     source = task.source()
     with only_trainer(run_dir) if jax.process_index() == 0 else contextlib.nullcontext():

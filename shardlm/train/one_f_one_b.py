@@ -33,6 +33,12 @@ class Stages:
     body: int
     losses: tuple[Callable, Callable]  # (lm, hidden, rows) -> (total, parts, aux) and (total, aux) -> total
 
+    def first_layer(self, stage: jax.Array) -> jax.Array:
+        """The number in the model of a stage's first layer, int32 scalars."""
+        segments = self.model.config.segments
+        before = sum(segment.num_layers for segment in segments[: self.body])
+        return before + self.schedule.first_of(stage) * len(segments[self.body].pattern)
+
     @property
     def unroll(self) -> int:
         return self.model.execution.unroll or self.schedule.slots
@@ -189,12 +195,13 @@ def _layer(stages: Stages, me, shared, rows):
     total), aux)."""
     execution, _, with_auxiliary = stages.model.execution, *stages.losses
     held = stages.schedule.held(me)
-    ctx = Packed.make(rows["segment_ids"], rows["weights"], execution)
+    ctx = Packed.of_rows(rows, rows["weights"], execution)
     ctx = dataclasses.replace(ctx, held=held if stages.schedule.short else None)
+    number = stages.first_layer(me)
 
     def layer(weights, x, index):
         graph, state = nnx.split(_model(stages, weights, shared).segments[stages.body].blocks)
-        x, _, aux = run_repeat(graph, state, x, rows["positions"], ctx, None, 0, index, execution)
+        x, _, aux = run_repeat(graph, state, x, rows["positions"], ctx, None, number, index, execution)
         aux = jax.tree.map(lambda a: jnp.where(held[index], a, 0), aux)  # empty slots have no losses
         return (x, with_auxiliary(jnp.float32(0), aux)), aux
 
@@ -204,7 +211,7 @@ def _layer(stages: Stages, me, shared, rows):
 def _before(stages: Stages, own, shared, rows):
     """What the first stage does ahead of its layers, embedding and segments outside: ((x, their losses), aux)."""
     lm, ctx = _outside(stages, own, shared, rows)
-    x = lm.embed(rows["tokens"], rows["positions"])
+    x = lm.enter(rows["tokens"], rows["positions"], ctx)
     x, _, aux = lm.run(x, rows["positions"], ctx, None, slice(0, stages.body))
     return (x, stages.losses[1](jnp.float32(0), aux)), aux
 
@@ -221,7 +228,7 @@ def _after(stages: Stages, own, shared, x, rows):
 
 def _outside(stages: Stages, own, shared, rows):
     """The model, for what is outside the segment in stages, and its context."""
-    return _model(stages, own, shared), Packed.make(rows["segment_ids"], rows["weights"], stages.model.execution)
+    return _model(stages, own, shared), Packed.of_rows(rows, rows["weights"], stages.model.execution)
 
 
 def _only_if(condition, work, otherwise, *args):

@@ -86,7 +86,7 @@ class Preference:
 def token_nll_of(model: ModelDef, params: Any, batch: Batch, weights: jax.Array):
     """(float32 [B, T] of the targets, the layers' auxiliary values), of a batch in the order of its rows."""
     lm = model.model(params)
-    ctx = Packed.make(batch["segment_ids"], weights, model.execution)
+    ctx = Packed.of_rows(batch, weights, model.execution)
     hidden, _, aux = lm(batch["tokens"], batch["positions"], ctx)
     own = {"layout": head_layout(lm), "bias": lm.bias_of_head()}
     return token_nll(hidden, lm.head_param()[...], batch["targets"], **own), aux

@@ -3,6 +3,7 @@ weights or reads data, so the same program serves training, benchmarks and compi
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,20 +23,23 @@ from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
-from shardlm.train.batches import slots
+from shardlm.train.batches import slots, to_devices
 from shardlm.train.config import OffloadConfig, RunConfig
 from shardlm.train.objectives import objective_of
 from shardlm.train.replicas import shares
+from shardlm.train.seeing import Seeing, check_images
 from shardlm.train.settled import settle
 from shardlm.train.step import Objective, StepConfig, make_eval_step
 from shardlm.train.strategy import Step, Strategy
 from shardlm.train.strategy import choose as choose_strategy
+from shardlm.vision.sight import Sight
 from shardlm.xla_options import XlaOptions, resolve_profile
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A run's functions on its mesh. What it compiles is called under `jax.set_mesh(program.mesh)`."""
+    """A run's functions on its mesh. What it compiles is called under `jax.set_mesh(program.mesh)`. `seeing`: how the
+    images of its data are read, None where they have none."""
 
     config: RunConfig
     mesh: Mesh
@@ -44,6 +48,7 @@ class Program:
     tx: optax.GradientTransformation
     objective: Objective
     strategy: Strategy
+    seeing: Seeing | None = None
 
     @classmethod
     def make(cls, config: RunConfig, mesh: Mesh, mtp: bool = True) -> "Program":
@@ -62,6 +67,13 @@ class Program:
             strategy = choose_strategy(config, model, tx, rate, _step_config(config, spec, objective))
         return cls(config, mesh, settled.rules, model, tx, objective, strategy)
 
+    def that_sees(self, sight: Sight) -> "Program":
+        """The same for batches with images. Raises ShardlmError for what does not go with them."""
+        check_images(self.config, self.model.config, sight)
+        shape, width = (len(self.slots), self.config.train.seq_len), self.model.config.embed_dim
+        how = self.batch_sharding, shape, width, self.model.execution.dtype
+        return dataclasses.replace(self, seeing=Seeing.make(sight, *how))
+
     @property
     def batch_sharding(self) -> NamedSharding:
         """Of every array of a batch, [B, T]."""
@@ -78,7 +90,16 @@ class Program:
         names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
         dtypes = {name: jnp.float32 if name == "loss_mask" else jnp.int32 for name in names}
         dtypes |= dict.fromkeys(self.objective.columns, jnp.float32)
-        return {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for n, dtype in dtypes.items()}
+        found = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for n, dtype in dtypes.items()}
+        return found | (self.seeing.shapes() if self.seeing else {})
+
+    def on_devices(self, batch: Mapping[str, Any], rows: tuple[int, ...], eyes: Any = None) -> dict[str, jax.Array]:
+        """A batch of the loader's, of which this process has these rows, as arrays on the devices; its images are read
+        by the weights `eyes`. Called under the mesh."""
+        images = batch.get("images")
+        arrays = {name: a for name, a in batch.items() if name != "images"}
+        found = to_devices(arrays, rows, self.batch_sharding, self.slots)
+        return found | (self.seeing(eyes, images) if self.seeing else {})
 
     def state_shapes(self) -> TrainState:
         """The training state, with each array's dtype and resting sharding on this mesh."""

@@ -12,9 +12,10 @@ from shardlm.errors import ShardlmError
 from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
 from shardlm.train import report
-from shardlm.train.batches import local_rows, to_devices
+from shardlm.train.batches import local_rows
 from shardlm.train.evaluate import Evaluator
 from shardlm.train.program import Program
+from shardlm.train.seeing import sight_of_run
 from shardlm.train.step import Batch
 
 
@@ -45,8 +46,9 @@ class Source(Protocol):
 
 class Task(Protocol):
     """What a run learns from. `evaluates`: the metrics of the weights of a state, validation_loss among them, by which
-    the best checkpoints are kept."""
+    the best checkpoints are kept. `program`: the run's, as its batches want it."""
 
+    program: Program
     tokenizer: Tokenizer
     tokenizer_path: pathlib.Path
 
@@ -61,16 +63,24 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Documents, conversations or pairs, which are rows of tokens before the run begins."""
+    """Documents, conversations or pairs, which are rows of tokens before the run begins; `eyes` are the weights that
+    read the images in them, None where there are none."""
 
     program: Program
     data: Prepared
+    eyes: Any = None
 
     @classmethod
     def prepared(cls, program: Program) -> "Texts":
-        """Reads or makes the data of the program's run. Raises ShardlmError for what is missing or bad."""
+        """Reads or makes the data of the program's run, and reads what sees the images in them. Raises ShardlmError for
+        what is missing or bad."""
+        sight = sight_of_run(program.config)
         with report.Preparing(enabled=jax.process_index() == 0) as progress:
-            return cls(program, prepare(program.config.data, progress))
+            data = prepare(program.config.data, progress, sight)
+        if not (data.train.holds_images or data.validation.holds_images):
+            return cls(program, data)
+        program = program.that_sees(sight)
+        return cls(program, data, program.seeing.load(program.config.model.folder))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -81,10 +91,10 @@ class Texts:
         return self.data.tokenizer_path
 
     def source(self) -> "Rows":
-        return Rows.make(self.program, self.data)
+        return Rows.make(self.program, self.data, self.eyes)
 
     def evaluator(self, options: dict[str, Any]) -> Evaluator:
-        return Evaluator(self.program, self.data, self.program.lower_eval().compile(options))
+        return Evaluator(self.program, self.data, self.program.lower_eval().compile(options), self.eyes)
 
     def described(self, source: "Rows") -> list[str]:
         return report.of_texts(self.program, self.data, source.loader.padding_fraction)
@@ -96,31 +106,33 @@ class Rows:
 
     program: Program
     loader: Loader
+    rows: tuple[int, ...]
+    eyes: Any = None
     waits_for = "data"
     follows = False
 
     @classmethod
-    def make(cls, program: Program, data: Prepared) -> "Rows":
+    def make(cls, program: Program, data: Prepared, eyes: Any = None) -> "Rows":
         config, train = program.config, program.config.train
+        rows = local_rows(program.batch_sharding, program.slots, train.seq_len)
         loader = Loader(
             data.train,
             seq_len=train.seq_len,
             global_batch=train.global_batch,
             seed=config.data.seed,
-            rows=local_rows(program.batch_sharding, program.slots, train.seq_len),
+            rows=rows,
             packing=config.data.packing,
+            look=program.seeing and program.seeing.readers(program.slots),
         )
-        return cls(program, loader)
+        return cls(program, loader, rows, eyes)
 
     @property
     def epoch(self) -> float:
         return self.loader.epoch
 
     def next(self, state: TrainState) -> tuple[Batch, dict[str, float]]:
-        sharding, slots = self.program.batch_sharding, self.program.slots
-        rows = local_rows(sharding, slots, self.program.config.train.seq_len)
         try:
-            return to_devices(next(self.loader), rows, sharding, slots), {}
+            return self.program.on_devices(next(self.loader), self.rows, self.eyes), {}
         except StopIteration:
             raise ShardlmError("the training data ended; set data to more text or train.steps to fewer") from None
 

@@ -1,0 +1,180 @@
+"""The images of a batch, read by a checkpoint's encoder, which stands still while the rest is trained: one image on each
+device at a time, whose vectors go to the tokens that stand for them. Who reads what is looks.py's."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlm.errors import ShardlmError
+from shardlm.hf_files import Folder
+from shardlm.layers.seen import SEEN, TURNS, VECTORS
+from shardlm.mesh import shard_map
+from shardlm.models.pretrained import Pretrained
+from shardlm.models.transformer_config import TransformerConfig
+from shardlm.progress_bar import bytes_bar
+from shardlm.train.config import RunConfig
+from shardlm.train.looks import Look, Readers
+from shardlm.vision.encoder import Encoder
+from shardlm.vision.registry import sight_of
+from shardlm.vision.sight import Sight
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
+class Seeing:
+    """How a run sees.
+
+    encoder  on the run's mesh, whole on each device
+    rows     of every array of a batch, [B, T, ...]
+    shape    (B, T) of the arrays on the devices
+    width    numbers of a vector
+    """
+
+    sight: Sight
+    encoder: Encoder
+    rows: NamedSharding
+    shape: tuple[int, int]
+    width: int
+
+    @classmethod
+    def make(cls, sight: Sight, rows: NamedSharding, shape: tuple[int, int], width: int, dtype) -> "Seeing":
+        """Of a model whose stream has this width, computed with in `dtype`."""
+        return cls(sight, Encoder.make(sight.encoder, dtype, rows.mesh), rows, shape, (1 + sight.deep) * width)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.rows.mesh
+
+    @property
+    def by_rows(self) -> tuple[str, ...]:
+        """The axes that rows are split over, whose devices read the images of their own."""
+        return _axes(self.rows.spec[0])
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The others: devices that share rows share their images."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.by_rows)
+
+    @property
+    def by_device(self) -> NamedSharding:
+        """Of what every device has one of, [devices, ...], those that share rows side by side."""
+        return NamedSharding(self.mesh, PartitionSpec((*self.by_rows, *self.beside)))
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What a batch holds besides tokens."""
+        arrays = {SEEN: ((), jnp.int32), VECTORS: ((self.width,), self.encoder.execution.dtype)}
+        if self.sight.axes:
+            arrays[TURNS] = (3,), jnp.int32
+        return {
+            name: jax.ShapeDtypeStruct((*self.shape, *own), dtype, sharding=self.rows)
+            for name, (own, dtype) in arrays.items()
+        }
+
+    def readers(self, slots: tuple[int, ...]) -> Readers:
+        """Who reads what in this process."""
+        sizes = dict(zip(self.mesh.axis_names, self.mesh.devices.shape, strict=True))
+        groups, each = (int(np.prod([sizes[axis] for axis in axes])) for axes in (self.by_rows, self.beside))
+        own = self.by_device.addressable_devices_indices_map((groups * each,)).values()
+        here = frozenset(index[0].start or 0 for index in own)
+        return Readers(self.sight, groups, each, slots, here)
+
+    def load(self, folder: str) -> Any:
+        """The encoder's weights, of a checkpoint's folder."""
+        with bytes_bar("reading the encoder of images", jax.process_index() == 0) as progress:
+            return self.encoder.load(Folder.open(pathlib.Path(folder)), progress)
+
+    def __call__(self, params: Any, looks: Sequence[Look]) -> dict[str, jax.Array]:
+        """A batch's "seen" and "vectors", under the run's mesh."""
+        vectors = _nothing(self)
+        for look in looks:
+            arguments = self._inputs(look), self._on_devices(look.counts), self._taken(look)
+            vectors = _read(self, params, vectors, *arguments)
+        taken = [one for look in looks for one in look.taken]
+        return {VECTORS: vectors, SEEN: self._by_row(taken, lambda one: 1, 0)}
+
+    def _inputs(self, look: Look) -> dict[str, jax.Array]:
+        found = {}
+        for name, (own, dtype) in self.encoder.config.inputs.items():
+            shape = (len(look.counts), look.size, *own)
+
+            def of(index, name=name, shape=shape, dtype=dtype):
+                device = index[0].start or 0
+                if device in look.inputs:
+                    return np.asarray(look.inputs[device][name], dtype)[None]
+                return np.zeros((1, *shape[1:]), dtype)
+
+            found[name] = jax.make_array_from_callback(shape, self.by_device, of)
+        return found
+
+    def _on_devices(self, counts: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(counts.shape, self.by_device, lambda index: counts[index])
+
+    def _taken(self, look: Look) -> jax.Array:
+        """int32 [B, T]: which of a group's vectors a token takes, -1: none."""
+        return self._by_row(look.taken, lambda one: one.first + np.arange(len(one.takes)), -1)
+
+    def _by_row(self, taken, value: Callable, rest: int) -> jax.Array:
+        def part(index):
+            rows = range(*index[0].indices(self.shape[0]))
+            found = np.full((len(rows), self.shape[1]), rest, np.int32)
+            for one in taken:
+                if one.slot in rows:
+                    found[one.slot - rows.start, one.takes] = value(one)
+            return found[:, index[1]]
+
+        return jax.make_array_from_callback(self.shape, self.rows, part)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nothing(seeing: Seeing) -> jax.Array:
+    vectors = seeing.shapes()[VECTORS]
+    return jnp.zeros(vectors.shape, vectors.dtype, out_sharding=vectors.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read(seeing: Seeing, params, vectors: jax.Array, inputs: Mapping[str, jax.Array], counts, index) -> jax.Array:
+    """vectors [B, T, W] with those of one image on each device: inputs [devices, P, ...], counts int32 [devices], index
+    int32 [B, T] as `Seeing._taken` has it."""
+
+    def local(params, vectors, inputs, counts, index):
+        made = seeing.encoder(params, {name: a[0] for name, a in inputs.items()}, counts[0]).astype(vectors.dtype)
+        if seeing.beside:
+            made = jax.lax.all_gather(made, seeing.beside, axis=0, tiled=True)
+        return jnp.where(index[..., None] >= 0, made[jnp.maximum(index, 0)], vectors)
+
+    rows, each = seeing.rows.spec, seeing.by_device.spec
+    specs = (PartitionSpec(), rows, each, each, rows)
+    return shard_map(local, in_specs=specs, out_specs=rows)(params, vectors, inputs, counts, index)
+
+
+def sight_of_run(config: RunConfig) -> Sight | None:
+    """How the checkpoint that a run begins with sees; None where it doesn't. Raises as sight_of."""
+    if not isinstance(config.model, Pretrained):
+        return None
+    most = getattr(config.data, "max_pixels", 0)
+    asked = {"max_pixels": most} if most else {}
+    return sight_of(pathlib.Path(config.model.folder), config.model.options, asked)
+
+
+def check_images(config: RunConfig, model: TransformerConfig, sight: Sight) -> None:
+    """Refuses what does not go with images in the data, before anything compiles."""
+    if sight.whole:
+        raise ShardlmError(
+            "the tokens of an image see those after them in this model, which rows that are trained on do not; leave "
+            "images out of the data"
+        )
+    if model.mtp and config.train.mtp_loss:
+        raise ShardlmError(
+            f"train.mtp_loss={config.train.mtp_loss} with images in the data: modules that predict further tokens read "
+            "the words alone; set train.mtp_loss to 0 and model.mtp to False"
+        )
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
