@@ -150,6 +150,10 @@ class Tokenizer:
         """Whether a special token, which `decode` skips unless told, has this name."""
         return text in self._special
 
+    def is_added(self, text: str) -> bool:
+        """Whether a token has this name that is found in texts before they are split, a special one or not."""
+        return any(token.content == text for token in self._backend.get_added_tokens_decoder().values())
+
     def token_texts(self) -> list[str]:
         """The text of each id alone, special ones too; "" of ids that are none."""
         return self.texts(range(self.vocab_size))

@@ -22,7 +22,8 @@ MODELS = {
 }  # fmt: skip
 FIELDS = {
     "data": {
-        "train", "validation", "tokenizer", "chat_template", "text_key", "packing", "on_bad_utf8", "cache_dir", "seed",
+        "train", "validation", "tokenizer", "chat_template", "max_pixels", "text_key", "packing", "on_bad_utf8",
+        "cache_dir", "seed",
     },
     "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
     "optim": {

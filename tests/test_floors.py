@@ -49,7 +49,6 @@ FLOORS = [
         "checkpoint_files",
         *("checkpoint_slices", "checkpoint_messages"),
         "metrics",
-        "data",
         "generate",
         "hlo",
         *("weights", "weight_copies", "held_weights", "published_weights"),
@@ -58,6 +57,7 @@ FLOORS = [
         "network",
     },
     {"profile", "vision"},
+    {"data"},
     {"train", "serve"},
     {"reinforce"},
     {"plan"},
@@ -78,10 +78,10 @@ NO_JAX_IN_SERVE = [
     "chunk_programs.py",
     "option_types.py",
     "outputs.py",
-    *("batch_images.py", "image_parts.py", "image_places.py", "images.py", "media.py", "media_http.py"),
+    *("batch_images.py", "images.py", "media.py", "media_http.py"),
 ]
 NO_JAX_IN_VISION = [
-    *("axes.py", "picture.py", "sight.py", "read.py", "images.py"),
+    *("axes.py", "picture.py", "sight.py", "read.py", "images.py", "image_parts.py", "image_places.py"),
     *("pixtral_images.py", "gemma4_images.py", "kimi_images.py", "qwen_images.py", "square_images.py"),
     *("llama4_images.py", "internvl_images.py", "clip_images.py", "smolvlm_images.py", "tiles.py"),
 ]
@@ -148,6 +148,12 @@ def test_importing_every_module_starts_no_backend():
         f"import importlib; [importlib.import_module(m) for m in {modules}]\n"
         "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     )
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "False"
+
+
+def test_conversations_are_prepared_without_jax():
+    """What `data` takes of `vision` too; batches are grain's, which imports it."""
+    code = "import sys, shardlm.data.prepare, shardlm.data.packing; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "False"
 
 

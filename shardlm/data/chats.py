@@ -1,23 +1,29 @@
 """Conversations for supervised fine-tuning: JSONL to token shards in which only the assistant's tokens are learned.
 
 A line is {"messages": [{"role", "content"}, ...]}, with "tools" where there are some; {"prompt", "completion"}; or
-ShareGPT's {"conversations": [{"from", "value"}, ...]}. Rendering is shardlm/chat.py's, the format shards.py's.
+ShareGPT's {"conversations": [{"from", "value"}, ...]}; each of them with images in the forms of line_images.py.
+Rendering is rendering.py's, the format shards.py's.
 """
 
+import collections
+import concurrent.futures
+import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from shardlm.chat import ChatTemplate, assistant_tokens, read
+from shardlm.chat import ChatTemplate, read
 from shardlm.data.corpus import Source, read_lines
+from shardlm.data.line_images import MARK, given, with_places
+from shardlm.data.rendering import Chats, Document, looked_at, rendered
 from shardlm.data.shards import TokenShards
 from shardlm.data.writer import ShardWriter
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
-from shardlm.tokenizer import Tokenizer
 
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
 
@@ -33,76 +39,88 @@ def template_of(path: str) -> ChatTemplate:
     return ChatTemplate.load(found)
 
 
-class Document(NamedTuple):
-    """ids int[n] with end-of-document, learned bool[n], and bytes of the text."""
-
-    ids: np.ndarray
-    learned: np.ndarray
-    num_bytes: int
-
-
-OfLine = Callable[[Any, str, ChatTemplate, Tokenizer], Sequence[Document]]
-"""(what a line of JSON holds, FILE:LINE, template, tokenizer) -> its documents."""
+OfLine = Callable[[Any, str, Chats], Sequence[Document]]
+"""(what a line of JSON holds, FILE:LINE, how it becomes tokens) -> its documents."""
+# At which lines with images are read: Pillow and numpy leave Python's lock, templates do not. A line's images may have
+# a few hundred megabytes while they are unpacked, and at most twice as many lines are held.
+THREADS = max(2, min(8, os.cpu_count() or 1))
 
 
 def write_lines(
     sources: Sequence[Source],
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
+    chats: Chats,
     directory: Path,
     of_line: OfLine,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int, int], None] = lambda done, images: None,
 ) -> TokenShards:
-    """Shards of the documents of every line; those of one line stay together. Raises ShardlmError for files that are
-    not JSONL, and what `of_line` raises."""
-    done = 0
-    with ShardWriter(directory, tokenizer) as writer:
-        for source in sources:
-            if source.kind != "jsonl":
-                raise ShardlmError(f"{source.path}: chats are read from .jsonl, one conversation a line")
-            for number, line, size in read_lines(source):
-                where = f"{source.path}:{number}"
-                try:
-                    found = json.loads(line)
-                except ValueError as error:
-                    raise ShardlmError(f"{where} is not JSON: {error}") from None
-                documents = of_line(found, where, template, tokenizer)
-                ids, learned = (np.concatenate(parts) for parts in zip(*(d[:2] for d in documents), strict=True))
-                ends = np.cumsum([len(document.ids) for document in documents])
-                writer.add(ids, ends, sum(document.num_bytes for document in documents), learned)
-                done += size
-                progress(done)
+    """Shards of the documents of every line; those of one line stay together. `progress` is called with the bytes of
+    input done and the images so far. Raises ShardlmError for files that are not JSONL, and what `of_line` raises."""
+    done = seen = 0
+    image_token = chats.sight.vector if chats.sight else None
+    with ShardWriter(directory, chats.tokenizer, image_token=image_token) as writer:
+        for documents, size in _in_order(_lines(sources, chats), of_line, 0 if chats.sight is None else THREADS):
+            ids, learned = (np.concatenate(parts) for parts in zip(*(d[:2] for d in documents), strict=True))
+            ends = np.cumsum([len(document.ids) for document in documents])
+            begins = [0, *ends[:-1].tolist()]
+            images = [
+                image._replace(first=begin + image.first, end=begin + image.end)
+                for begin, document in zip(begins, documents, strict=True)
+                for image in document.images
+            ]
+            writer.add(ids, ends, sum(document.num_bytes for document in documents), learned, images)
+            done, seen = done + size, seen + len(images)
+            progress(done, seen)
         writer.finish()
     return TokenShards.open(directory)
 
 
-def conversation(line: Any, where: str, template: ChatTemplate, tokenizer: Tokenizer) -> tuple[Document]:
+_Line = tuple[bytes, str, Chats, int]  # the line, FILE:LINE, how, bytes on disk
+
+
+def _lines(sources: Sequence[Source], chats: Chats) -> Iterator[_Line]:
+    for source in sources:
+        if source.kind != "jsonl":
+            raise ShardlmError(f"{source.path}: chats are read from .jsonl, one conversation a line")
+        own = dataclasses.replace(chats, folder=source.path.parent)
+        yield from ((line, f"{source.path}:{number}", own, size) for number, line, size in read_lines(source))
+
+
+def _documents(line: _Line, of_line: OfLine) -> Sequence[Document]:
+    text, where, chats, _ = line
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ShardlmError(f"{where} is not JSON: {error}") from None
+    return of_line(found, where, chats)
+
+
+def _in_order(lines: Iterator[_Line], of_line: OfLine, threads: int) -> Iterator[tuple[Sequence[Document], int]]:
+    """The documents of each line and its size, made by so many threads; by none where it is 0."""
+    if not threads:
+        yield from ((_documents(line, of_line), line[-1]) for line in lines)
+        return
+    waiting: collections.deque = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(threads, "lines") as pool:
+        try:
+            for line in lines:
+                waiting.append((pool.submit(_documents, line, of_line), line[-1]))
+                if len(waiting) >= 2 * threads:
+                    made, size = waiting.popleft()
+                    yield made.result(), size
+            while waiting:
+                made, size = waiting.popleft()
+                yield made.result(), size
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def conversation(line: Any, where: str, chats: Chats) -> tuple[Document]:
     """The one document of a line, all of the assistant's messages learned. Raises ShardlmError that names file and line
     for what is not a conversation, and where the assistant says nothing."""
-    return (rendered(_messages(line, where), line.get("tools"), 0, where, template, tokenizer),)
-
-
-def rendered(
-    messages: Sequence[Mapping[str, Any]], tools: Any, prompt: int, where: str, template: ChatTemplate, tokenizer
-) -> Document:
-    """A conversation as a document in which the assistant's words are learned, those behind the first `prompt` messages
-    only."""
-    try:
-        text, spans = template.spans(messages, tools)
-        if prompt:
-            before = template.render(messages[:prompt], tools, add_generation_prompt=True)
-            if not text.startswith(before):
-                raise ShardlmError(f"{template.where} rewrites the prompt once an answer follows it")
-            spans = [span for span in spans if span[0] >= len(before)]
-    except ShardlmError as error:
-        raise ShardlmError(f"{where}: {error}") from error
-    ids, wrote = assistant_tokens(tokenizer, text, spans)
-    if not any(wrote):
-        raise ShardlmError(f"{where} has nothing that the assistant says; there is nothing to learn in it")
-    end = tokenizer.end_of_document_id
-    if ids[-1] != end:
-        ids, wrote = [*ids, end], [*wrote, False]  # what ends an answer is the template's
-    return Document(np.array(ids), np.array(wrote), len(text.encode()))
+    messages = _messages(line, where)
+    messages, images = with_places(messages, given(line, where), where)
+    seen = looked_at(images, where, chats)
+    return (rendered(messages, line.get("tools"), 0, where, chats, [seen[image] for image in images]),)
 
 
 def _messages(line: Any, where: str) -> list[Mapping[str, Any]]:
@@ -117,20 +135,27 @@ def _messages(line: Any, where: str) -> list[Mapping[str, Any]]:
         said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         messages = [*checked(asked, f"{where} (prompt)"), *checked(said, f"{where} (completion)")]
     elif "conversations" in line:
-        messages = _of_sharegpt(line["conversations"], where)
+        messages = _of_sharegpt(line["conversations"], bool(given(line, where)), where)
     else:
         raise ShardlmError(f"{where} has the keys {', '.join(line) or 'none'}; a line is {shapes}")
     return checked(messages, where)
 
 
-def _of_sharegpt(turns: Any, where: str) -> list[Mapping[str, Any]]:
+def _of_sharegpt(turns: Any, images: bool, where: str) -> list[Mapping[str, Any]]:
+    """Of a line with images LLaVA's form (https://arxiv.org/abs/2304.08485): a line end stands between a mark and the
+    words, which the templates of its models write themselves and others have no need of."""
     whole = isinstance(turns, list) and all(isinstance(one, dict) and {"from", "value"} <= one.keys() for one in turns)
     if not whole:
         shown = f"{turns!r:.200}"
         raise ShardlmError(f'{where}: conversations is {shown}; it is a list of {{"from": ..., "value": ...}}')
     if unknown := [turn["from"] for turn in turns if turn["from"] not in (*ROLES,)]:
         raise ShardlmError(f"{where}: a turn is from {unknown[0]!r}; known: {', '.join(ROLES)}")
-    return [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    said = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    return [one | {"content": _joined(one["content"])} for one in said] if images else said
+
+
+def _joined(words: Any) -> Any:
+    return words.replace(f"{MARK}\n", MARK).replace(f"\n{MARK}", MARK) if isinstance(words, str) else words
 
 
 def checked(messages: Any, where: str) -> Sequence[Mapping[str, Any]]:

@@ -22,6 +22,7 @@ class DataConfig:
     tokenizer: str = "bpe:4096"  # a file or a folder with one, or bpe:N to train one of N entries on `train`
     chat_template: str = ""  # chats.py: conversations in JSONL, by a template in this folder or file; "": text
     text_key: str = "text"  # the JSONL key or Parquet column that holds the text
+    max_pixels: int = 0  # of an image, of models that read them in any size; 0: as the model's folder says
     packing: Packing = "cut"  # cut: documents may be cut; whole: only what exceeds a row; pairs: of answers, none
     on_bad_utf8: OnBadUtf8 = "fail"
     cache_dir: str = "data"
@@ -31,5 +32,7 @@ class DataConfig:
         for name in ("train", "validation"):
             if not getattr(self, name):
                 raise ShardlmError(f"data.{name} is empty: name at least one file, directory, glob or stdlib:{name}")
+        if self.max_pixels < 0:
+            raise ShardlmError(f"data.max_pixels is {self.max_pixels}: give a number of pixels, or 0")
         if not 0 <= self.seed < 2**32:
             raise ShardlmError(f"data.seed is {self.seed}: it must be from 0 to 2**32 - 1")

@@ -3,21 +3,26 @@
 Built on grain: rows -> shuffle -> repeat -> batches -> reader threads. What is in a row is `packing`'s.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grain
 import numpy as np
 
 from shardlm.data.config import Packing
 from shardlm.data.packing import PADDING_ROW, Batch, CutRows, WholeRows, make_rows
+from shardlm.data.row_images import ImageAt, Look, image_at
 from shardlm.data.shards import TokenShards
 from shardlm.errors import ShardlmError
+from shardlm.vision.sight import Sight
 
 _THREADS = 2  # reading holds Python's lock most of the time: more threads only wait for each other
 
 
 class Loader:
-    """An endless (or `epochs` long) iterator of batches: {name: [len(rows), seq_len]} (see `packing`).
+    """An endless (or `epochs` long) iterator of batches: {name: [len(rows), seq_len]} (see `packing`), and with `look`
+    under "images" what it makes of the images, where the data have some.
 
     Row g of global batch b is row b * global_batch + g of the epochs laid end to end, each shuffled anew.
     This depends on the seed only, so however the rows of a batch are divided over processes, all of them
@@ -40,18 +45,25 @@ class Loader:
         prefetch: int = 8,
         shuffle: bool = True,
         epochs: int | None = None,
+        sight: Sight | None = None,
+        look: Look | None = None,
     ):
         """Packs and starts reading.
 
         Args:
           rows: the rows of the global batch that this process needs, ascending; None for all of them.
+          sight: how the model sees, by which images are prepared; where its tokens stand on three axes, batches have
+            `turns`.
+          look: called by a reader thread for each batch with the images of all rows of the global batch, the same in
+            every process; needs `sight`.
           prefetch: batches read ahead by threads; 0 reads when asked.
 
         Raises:
           ShardlmError: `rows` are not rows of the batch, or the data do not fill one batch.
         """
         self._local = _checked_rows(rows, global_batch)
-        self._rows = make_rows(shards, seq_len, packing)
+        self._rows = make_rows(shards, seq_len, packing, axes=sight is not None and sight.axes)
+        self._looks = _Looks.make(shards, self._rows, sight, look)
         self.num_rows = len(self._rows)
         self.padding_fraction = self._rows.padding_fraction
         if self.num_rows < global_batch:
@@ -122,7 +134,7 @@ class Loader:
 
     def _read_from(self, batch: int) -> grain.DatasetIterator:
         threads = grain.ReadOptions(num_threads=min(self._prefetch, _THREADS), prefetch_buffer_size=self._prefetch)
-        batches = _Batches(self._order, self._rows, self._global_batch, self._local, batch)
+        batches = _Batches(self._order, self._rows, self._global_batch, self._local, batch, self._looks)
         return iter(batches.to_iter_dataset(threads))
 
 
@@ -134,32 +146,69 @@ def validation_batches(
     rows: Sequence[int] | None = None,
     packing: Packing = "cut",
     max_batches: int | None = None,
+    sight: Sight | None = None,
+    look: Look | None = None,
 ) -> Iterator[Batch]:
     """One pass in order; the last batch is filled up with padding rows, so that all have one shape.
 
     Args:
       rows: the rows of the global batch that this process needs, ascending; None for all of them.
       max_batches: at most so many batches, their rows spread evenly over the data.
+      sight, look: as of a `Loader`, though called when a batch is asked for.
 
     Raises:
       ShardlmError: `rows` are not rows of the batch.
     """
     local = _checked_rows(rows, global_batch)
-    source = make_rows(shards, seq_len, packing)
+    source = make_rows(shards, seq_len, packing, axes=sight is not None and sight.axes)
     total = len(source)
     if max_batches is not None:
         total = min(total, max_batches * global_batch)
     chosen = np.arange(total) * len(source) // max(1, total)
-    return _padded_batches(source, chosen, global_batch, local)
+    return _padded_batches(source, chosen, global_batch, local, _Looks.make(shards, source, sight, look))
 
 
 def _padded_batches(
-    source: CutRows | WholeRows, chosen: np.ndarray, global_batch: int, local: np.ndarray
+    source: CutRows | WholeRows, chosen: np.ndarray, global_batch: int, local: np.ndarray, looks: "_Looks | None"
 ) -> Iterator[Batch]:
     whole = np.full(-(-len(chosen) // global_batch) * global_batch, PADDING_ROW)
     whole[: len(chosen)] = chosen
     for batch in whole.reshape(-1, global_batch):
-        yield source.read(batch[local].tolist())
+        yield _with_images(source.read(batch[local].tolist()), looks, batch.tolist())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Looks:
+    """What a batch has of its images."""
+
+    shards: TokenShards
+    rows: CutRows | WholeRows
+    sight: Sight
+    look: Look
+
+    @classmethod
+    def make(cls, shards: TokenShards, rows, sight: Sight | None, look: Look | None) -> "_Looks | None":
+        """None: nothing. Raises ShardlmError for shards whose images are of another model."""
+        if shards.image_token is None or sight is None:
+            return None
+        if shards.image_token != sight.vector:
+            where = ", ".join(map(str, shards.directories))
+            raise ShardlmError(
+                f"the images of {where} have the token {shards.image_token}, and the model's have {sight.vector}: they "
+                "were prepared for another one; name the JSONL of the conversations in data.train and data.validation"
+            )
+        return None if look is None else cls(shards, rows, sight, look)
+
+    def __call__(self, indices: Sequence[int]) -> Any:
+        """Of the rows of a global batch."""
+        images: list[ImageAt] = [
+            image_at(self.shards, image, row, place, self.sight) for row, place, image in self.rows.images(indices)
+        ]
+        return self.look(images)
+
+
+def _with_images(batch: Batch, looks: _Looks | None, indices: Sequence[int]) -> Batch:
+    return batch if looks is None else batch | {"images": looks(indices)}
 
 
 class _Batches(grain.MapDataset):
@@ -172,9 +221,11 @@ class _Batches(grain.MapDataset):
         global_batch: int,
         local: np.ndarray,
         first: int,
+        looks: _Looks | None,
     ):
         super().__init__(order)
         self._rows, self._global_batch, self._local, self._first = rows, global_batch, local.tolist(), first
+        self._looks = looks
 
     def __len__(self) -> int:
         return max(0, len(self._parent) // self._global_batch - self._first)
@@ -183,7 +234,10 @@ class _Batches(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         begin = (self._first + index) * self._global_batch
-        return self._rows.read([self._parent[begin + row] for row in self._local])
+        own = self._rows.read([self._parent[begin + row] for row in self._local])
+        if self._looks is None:
+            return own
+        return _with_images(own, self._looks, [self._parent[begin + row] for row in range(self._global_batch)])
 
 
 def _checked_rows(rows: Sequence[int] | None, global_batch: int) -> np.ndarray:

@@ -4,15 +4,17 @@ A row has `seq_len` inputs and their targets (the next tokens). Its segments are
 documents: they number from 1 and count positions from 0, and 0 marks padding. `loss_mask` is 0 on padding
 and where the target belongs to another document than the input, or is not to be learned (chats.py); predicting
 end-of-document counts. All are
-int32 but `loss_mask`, float32.
+int32 but `loss_mask`, float32. For a model whose tokens stand on three axes (M-RoPE) there is `turns` int32
+[rows, seq_len, 3] besides: those of each segment as of a prompt, equal to its positions where it has no images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from shardlm.data.config import Packing
-from shardlm.data.shards import TokenShards
+from shardlm.data.row_images import turns_of
+from shardlm.data.shards import ShownImage, TokenShards
 from shardlm.errors import ShardlmError
 
 Batch = dict[str, np.ndarray]
@@ -22,25 +24,31 @@ _WINDOW = 1 << 20
 MAX_PAIRS = 128  # in a row: sums over each take memory for [rows, seq_len, pairs] (ops/preference.py)
 
 
-def make_rows(shards: TokenShards, seq_len: int, packing: Packing) -> "CutRows | WholeRows":
-    """The rows of one epoch, in corpus order.
+def make_rows(shards: TokenShards, seq_len: int, packing: Packing, axes: bool = False) -> "CutRows | WholeRows":
+    """The rows of one epoch, in corpus order; `axes`: with `turns`.
 
     Raises:
-      ShardlmError: the packing is unknown, `seq_len` is not positive, or pairs are no pairs or longer than a row.
+      ShardlmError: the packing is unknown or cuts documents with images, `seq_len` is not positive, a document with
+        images is longer than a row, or pairs are no pairs or longer than a row.
     """
     kinds = {"cut": CutRows, "whole": WholeRows, "pairs": PairRows}
     if packing not in kinds:
         raise ShardlmError(f"unknown packing {packing!r}: it is one of {', '.join(kinds)}")
     if seq_len < 1:
         raise ShardlmError(f"seq_len is {seq_len}: a row needs at least one token")
-    return kinds[packing](shards, seq_len)
+    return kinds[packing](shards, seq_len, axes)
 
 
 class CutRows:
     """Row i is tokens[i*T : i*T + T + 1] of the stream: no padding but in the last row; documents are cut."""
 
-    def __init__(self, shards: TokenShards, seq_len: int):
-        self._shards, self.seq_len = shards, seq_len
+    def __init__(self, shards: TokenShards, seq_len: int, axes: bool = False):
+        if shards.image_token is not None:
+            raise ShardlmError(
+                "data.packing=cut would cut images in two, and the data have some: set data.packing=whole, which cuts "
+                "no document that a row holds"
+            )
+        self._shards, self.seq_len, self._axes = shards, seq_len, axes
         self._length = -(-(shards.num_tokens - 1) // seq_len)
 
     def __len__(self) -> int:
@@ -66,7 +74,13 @@ class CutRows:
             begins[row, self._shards.document_starts(start + 1, start + len(window)) - start] = True
             filled[row] = len(window) - 1
         # A target that begins a document belongs to another one than its input.
-        return _batch(ids[:, :-1], ids[:, 1:], begins[:, :-1], filled, ~begins[:, 1:] & learned[:, 1:])
+        batch = _batch(ids[:, :-1], ids[:, 1:], begins[:, :-1], filled, ~begins[:, 1:] & learned[:, 1:])
+        turns = {"turns": np.repeat(batch["positions"][..., None], 3, axis=-1)} if self._axes else {}
+        return batch | turns
+
+    def images(self, indices: Sequence[int]) -> Iterator[tuple[int, int, ShownImage]]:
+        """There are none."""
+        return iter(())
 
 
 class WholeRows:
@@ -77,9 +91,12 @@ class WholeRows:
     n tokens fills n - 1 inputs.
     """
 
-    def __init__(self, shards: TokenShards, seq_len: int):
-        self._shards, self.seq_len = shards, seq_len
-        starts, lengths = _pieces(shards.document_offsets(), seq_len)
+    def __init__(self, shards: TokenShards, seq_len: int, axes: bool = False):
+        self._shards, self.seq_len, self._axes = shards, seq_len, axes
+        offsets = shards.document_offsets()
+        if shards.image_token is not None:
+            _check_whole(offsets, shards.image_places(), seq_len)
+        starts, lengths = _pieces(offsets, seq_len)
         order, self._first = _by_row(lengths, seq_len)  # of row i: its pieces are first[i] : first[i + 1]
         self._starts, self._lengths = starts[order], lengths[order]
 
@@ -96,18 +113,36 @@ class WholeRows:
         shape = len(indices), self.seq_len
         tokens, targets, begins = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
         filled, learned = np.zeros(len(indices), np.int32), np.ones(shape, bool)
+        turns = np.zeros((*shape, 3), np.int32) if self._axes else None
+        for row, at, start, n in self._placed(indices):
+            window = self._shards.window(start, n + 1)
+            tokens[row, at : at + n], targets[row, at : at + n] = window[:-1], window[1:]
+            learned[row, at : at + n] = self._shards.scored(start, n + 1)[1:]
+            begins[row, at] = True
+            filled[row] = at + n
+            if turns is not None:
+                turns[row, at : at + n] = turns_of(self._shown(start, n), start, n)
+        batch = _batch(tokens, targets, begins, filled, learned)
+        return batch if turns is None else batch | {"turns": turns}
+
+    def images(self, indices: Sequence[int]) -> Iterator[tuple[int, int, ShownImage]]:
+        """(place in `indices`, place of its first token in that row, image) of each in these rows, in order."""
+        if self._shards.image_token is not None:
+            for row, at, start, n in self._placed(indices):
+                yield from ((row, at + one.first - start, one) for one in self._shown(start, n))
+
+    def _placed(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """(place in `indices`, place in the row, first token, number of inputs) of each piece."""
         for row, index in enumerate(indices):
             if index == PADDING_ROW:
                 continue
             pieces, at = slice(self._first[index], self._first[index + 1]), 0
             for start, n in zip(self._starts[pieces].tolist(), self._lengths[pieces].tolist(), strict=True):
-                window = self._shards.window(start, n + 1)
-                tokens[row, at : at + n], targets[row, at : at + n] = window[:-1], window[1:]
-                learned[row, at : at + n] = self._shards.scored(start, n + 1)[1:]
-                begins[row, at] = True
+                yield row, at, start, n
                 at += n
-            filled[row] = at
-        return _batch(tokens, targets, begins, filled, learned)
+
+    def _shown(self, start: int, length: int) -> list[ShownImage]:
+        return [] if self._shards.image_token is None else self._shards.images(start, start + length)
 
 
 class PairRows(WholeRows):
@@ -115,8 +150,8 @@ class PairRows(WholeRows):
     after the other's: odd segments are chosen, even ones rejected. No pair is cut; best-fit decreasing as above, up to
     MAX_PAIRS in a row."""
 
-    def __init__(self, shards: TokenShards, seq_len: int):
-        self._shards, self.seq_len = shards, seq_len
+    def __init__(self, shards: TokenShards, seq_len: int, axes: bool = False):
+        self._shards, self.seq_len, self._axes = shards, seq_len, axes
         offsets = shards.document_offsets()
         if shards.num_documents % 2 or not shards.partly_scored:
             where = ", ".join(map(str, shards.directories))
@@ -138,6 +173,18 @@ class PairRows(WholeRows):
         first = np.append(np.flatnonzero(place % MAX_PAIRS == 0), len(pairs))
         self._starts, self._lengths = (a.reshape(-1, 2)[order].reshape(-1) for a in (offsets[:-1], pairs))
         self._first = 2 * first
+
+
+def _check_whole(offsets: np.ndarray, images: np.ndarray, seq_len: int) -> None:
+    """Raises ShardlmError where documents with images, of which these are the first tokens, are longer than a row."""
+    documents = np.unique(np.searchsorted(offsets, images, "right") - 1)
+    lengths = offsets[documents + 1] - offsets[documents] - 1
+    if too_long := np.count_nonzero(lengths > seq_len):
+        raise ShardlmError(
+            f"{too_long:,} of {len(documents):,} documents with images are longer than a row of {seq_len:,} tokens, and"
+            f" none of them is cut; the longest is {lengths.max():,}. Set train.seq_len to at least that, make images"
+            " smaller by data.max_pixels, or leave those documents out of the data"
+        )
 
 
 def _batch(tokens, targets, begins, filled, scored) -> Batch:

@@ -2,17 +2,18 @@
 then the rejected one's. In each only the answer is learned.
 
 A line is {"prompt", "chosen", "rejected"}, each a text or messages [{"role", "content"}, ...], or without "prompt"
-where both answers' messages begin with it; with "tools" where there are some. These are the shapes of TRL
+where both answers' messages begin with it; with "tools" where there are some, and with images in the forms of
+line_images.py, those of the line for each of the two conversations. These are the shapes of TRL
 (https://huggingface.co/docs/trl/dataset_formats). Which document stands where is packing.py's (`PairRows`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardlm.chat import ChatTemplate
-from shardlm.data.chats import Document, checked, rendered
+from shardlm.data.chats import checked
+from shardlm.data.line_images import given, with_places
+from shardlm.data.rendering import Chats, Document, looked_at, rendered
 from shardlm.errors import ShardlmError
-from shardlm.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 SHAPES = (
@@ -20,7 +21,7 @@ SHAPES = (
 )
 
 
-def pair(line: Any, where: str, template: ChatTemplate, tokenizer: Tokenizer) -> tuple[Document, Document]:
+def pair(line: Any, where: str, chats: Chats) -> tuple[Document, Document]:
     """(chosen, rejected) of a line. Raises ShardlmError that names file and line for what is no preference."""
     if not isinstance(line, dict):
         raise ShardlmError(f"{where} is not an object; a line is {SHAPES}")
@@ -28,9 +29,12 @@ def pair(line: Any, where: str, template: ChatTemplate, tokenizer: Tokenizer) ->
         raise ShardlmError(f"{where} has the keys {', '.join(line) or 'none'}; a line is {SHAPES}")
     both = {name: _conversation(line, name, where) for name in ("chosen", "rejected")}
     prompt = _prompt(**both, where=where)
-    tools = line.get("tools")
+    own = given(line, where)
+    shown = {name: with_places(messages, own, f"{where} ({name})") for name, messages in both.items()}
+    seen = looked_at([image for _, images in shown.values() for image in images], where, chats)
     chosen, rejected = (
-        rendered(messages, tools, prompt, f"{where} ({name})", template, tokenizer) for name, messages in both.items()
+        rendered(messages, line.get("tools"), prompt, f"{where} ({name})", chats, [seen[image] for image in images])
+        for name, (messages, images) in shown.items()
     )
     return chosen, rejected
 

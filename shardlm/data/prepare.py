@@ -11,8 +11,10 @@ import hashlib
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 from absl import logging
 
 from shardlm.data import standard_library
@@ -20,14 +22,17 @@ from shardlm.data.chats import conversation, template_of, write_lines
 from shardlm.data.config import DataConfig, OnBadUtf8
 from shardlm.data.corpus import Document, Progress, Source, find_sources, read_documents
 from shardlm.data.preferences import pair
-from shardlm.data.shards import FORMAT, META, TokenShards, is_shards
+from shardlm.data.rendering import Chats
+from shardlm.data.shards import FORMAT, FORMAT_WITH_IMAGES, META, TokenShards, is_shards
 from shardlm.data.writer import write_shards
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
 from shardlm.tokenizer import Tokenizer, file_of, train_bpe
+from shardlm.vision.sight import Sight
 
 # A tokenizer is trained on an even sample of about this much text.
 _TRAINING_BYTES = 1 << 26
+_PROBE = (600, 900)  # pixels of an image that some families cut into tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +45,26 @@ class Prepared:
     validation: TokenShards
 
 
-def prepare(config: DataConfig, progress: Progress = lambda stage, done, total: None) -> Prepared:
-    """Opens the shards that `config` names, or makes them from its text.
+def prepare(
+    config: DataConfig, progress: Progress = lambda stage, done, total: None, sight: Sight | None = None
+) -> Prepared:
+    """Opens the shards that `config` names, or makes them from its text. `sight`: of the model in data.chat_template,
+    prepared with data.max_pixels, by which conversations may have images.
 
     Of several processes on one host that ask for the same cache, one works and the others wait for it.
 
     Raises:
-      ShardlmError: the data or the tokenizer are missing or bad, or shards come from another tokenizer.
+      ShardlmError: the data or the tokenizer are missing or bad, shards come from another tokenizer, or have images
+        that the model does not see.
     """
     cache = Path(config.cache_dir)
     with _lock(cache):
         train = _shards_or_sources(config.train, cache)
         validation = _shards_or_sources(config.validation, cache)
-        home = cache / _key(config, train, validation)
+        home = cache / _key(config, sight, train, validation)
         tokenizer, path = _tokenizer(config, train, home, progress)
         opened = [
-            _open_or_write(what, config, tokenizer, home / name, progress)
+            _open_or_write(what, config, sight, tokenizer, home / name, progress)
             for name, what in (("train", train), ("validation", validation))
         ]
     for name, shards in zip(("train", "validation"), opened, strict=True):
@@ -64,6 +73,11 @@ def prepare(config: DataConfig, progress: Progress = lambda stage, done, total: 
                 f"the shards of data.{name} ({', '.join(map(str, shards.directories))}) were made by another"
                 f" tokenizer, of vocabulary {shards.vocab_size}, than {path}, of {tokenizer.vocab_size}: set"
                 f" data.tokenizer={shards.directories[0] / 'tokenizer.json'}, or tokenise the text again"
+            )
+        if shards.image_token is not None and sight is None:
+            raise ShardlmError(
+                f"the shards of data.{name} ({', '.join(map(str, shards.directories))}) have images, and nothing says"
+                " how they are seen: set data.chat_template to the folder of a model that sees"
             )
     return Prepared(tokenizer, path, *opened)
 
@@ -118,7 +132,7 @@ def _shards_or_sources(paths: Sequence[str], cache: Path) -> TokenShards | tuple
     return find_sources(paths)
 
 
-def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str:
+def _key(config: DataConfig, sight: Sight | None, *datasets: TokenShards | tuple[Source, ...]) -> str:
     tokenizer = config.tokenizer
     if not tokenizer.startswith("bpe:"):
         tokenizer = Tokenizer.load(texts_beside(Path(tokenizer))).fingerprint
@@ -130,8 +144,19 @@ def _key(config: DataConfig, *datasets: TokenShards | tuple[Source, ...]) -> str
         content.append(dataclasses.asdict(template_of(config.chat_template)))
     if config.packing == "pairs":
         content.append("pairs")
+    if config.chat_template and sight is not None:
+        # Of images only their names count, which the JSONL has: to look at millions of files takes longer than to open
+        # what was made of them. An image that is another one under its old name is not noticed.
+        content.append([FORMAT_WITH_IMAGES, *_options_of(sight)])
     content = msgspec.json.encode(content)
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _options_of(sight: Sight) -> list[Any]:
+    """What decides the tokens of an image: the tokens of one are among it, as they come of functions."""
+    picture = sight.prepare(np.zeros((*_PROBE, 3), np.uint8))
+    joins = sorted([*pair, both] for pair, both in sight.joins.items())
+    return [sight.token, sight.vector, repr(sight.prepare), list(sight.tokens(picture)), sight.sizes[-1], joins]
 
 
 def _tokenizer(config: DataConfig, train, home: Path, progress: Progress) -> tuple[Tokenizer, Path]:
@@ -158,6 +183,7 @@ def _tokenizer(config: DataConfig, train, home: Path, progress: Progress) -> tup
 def _open_or_write(
     what: TokenShards | tuple[Source, ...],
     config: DataConfig,
+    sight: Sight | None,
     tokenizer: Tokenizer,
     directory: Path,
     progress: Progress,
@@ -171,11 +197,10 @@ def _open_or_write(
         of_line = pair if config.packing == "pairs" else conversation
         return write_lines(
             what,
-            template_of(config.chat_template),
-            tokenizer,
+            Chats(template_of(config.chat_template), tokenizer, sight),
             directory,
             of_line,
-            progress=lambda done: progress("rendering chats", done, total),
+            progress=lambda done, images: progress("rendering chats", done, total),
         )
     if config.packing == "pairs":
         raise ShardlmError(

@@ -3,7 +3,8 @@
 A directory holds `meta.json` and, per shard, `NNNNN.tokens` (uint16, or uint32 for vocabularies over 65,536;
 every document followed by the end-of-document token), `NNNNN.offsets` (int64, the first token of each
 document, then the number of tokens) and, where only some tokens are learned (chats.py), `NNNNN.scored` (one
-byte a token, 1 or 0). `meta.json` is written last: a directory without it is unfinished.
+byte a token, 1 or 0), and where documents have images those files of stored_images.py. `meta.json` is written last: a
+directory without it is unfinished.
 Writing is `writer`'s; turning tokens into rows is `packing`'s.
 """
 
@@ -13,14 +14,17 @@ import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from shardlm.data.stored_images import FILES_SUFFIX, INDEX, INDEX_SUFFIX, ImagesMeta
 from shardlm.errors import ShardlmError
 
 META = "meta.json"
 FORMAT = 1
+FORMAT_WITH_IMAGES = 2  # of directories with some
 _VERIFY_BYTES = 1 << 24
 
 
@@ -33,6 +37,8 @@ class ShardMeta(msgspec.Struct, frozen=True):
     tokens_crc32: int
     offsets_crc32: int
     scored_crc32: int | None = None  # None: all tokens are learned
+    # Left out where there are none, so that shards of text have the fingerprints that they had before there were any.
+    images: ImagesMeta | msgspec.UnsetType = msgspec.UNSET
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -47,6 +53,19 @@ class Meta(msgspec.Struct, frozen=True):
     num_bytes: int
     num_bad_utf8: int  # documents skipped or repaired because they were not UTF-8
     shards: tuple[ShardMeta, ...]
+    image_token: int | msgspec.UnsetType = msgspec.UNSET  # that stands for each vector of an image
+
+
+class ShownImage(NamedTuple):
+    """An image of a document. shard: of the stream; number: in its index; first, end: its tokens in the stream; grid:
+    (rows, columns) of its vectors; patches: that the encoder reads."""
+
+    shard: int
+    number: int
+    first: int
+    end: int
+    grid: tuple[int, int]
+    patches: int
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -68,7 +87,8 @@ class TokenShards:
       num_tokens, num_documents: with the end-of-document tokens.
       num_bytes: UTF-8 bytes of the text, the denominator of bits per byte.
       num_bad_utf8: documents skipped or repaired because they were not UTF-8.
-      fingerprint: equal for equal tokens, wherever the files lie.
+      image_token: that stands for each vector of an image; None where there are no images.
+      fingerprint: equal for equal tokens and images, wherever the files lie.
     """
 
     def __init__(self, directories: Sequence[Path], metas: Sequence[Meta]):
@@ -88,6 +108,8 @@ class TokenShards:
             None if s.scored_crc32 is None else _map(d / f"{s.name}.scored", np.dtype(np.uint8), s.num_tokens)
             for d, _, s in shards
         ]
+        self.image_token = next((m.image_token for m in metas if m.image_token is not msgspec.UNSET), None)
+        self._images = [_Images.open(d / s.name, s) for d, _, s in shards]
         # The token at which each shard begins, then the total.
         self._begins = [0, *itertools.accumulate(shard.num_tokens for shard in self._shards)]
         self.fingerprint = hashlib.sha256(
@@ -109,6 +131,11 @@ class TokenShards:
                     f"{paths[0]} and {path} were made by different tokenizers, of vocabulary"
                     f" {metas[0].vocab_size} and {meta.vocab_size}: tokenise both with the same one"
                 )
+        if len(tokens := {meta.image_token for meta in metas if meta.image_token is not msgspec.UNSET}) > 1:
+            raise ShardlmError(
+                f"the images of {', '.join(map(str, paths))} were prepared for different models: their tokens are"
+                f" {', '.join(map(str, sorted(tokens)))}; prepare the conversations with one"
+            )
         return cls(paths, metas)
 
     @property
@@ -161,6 +188,55 @@ class TokenShards:
         parts = [offsets[:-1] + begin for offsets, begin in zip(self._offsets, self._begins, strict=False)]
         return np.concatenate([*parts, [self.num_tokens]])
 
+    def image_places(self) -> np.ndarray:
+        """int64[images]: the first token of each image, ascending (8 bytes an image)."""
+        parts = [np.empty(0, np.int64)]
+        return np.concatenate([*parts, *(i.first + b for i, b in zip(self._images, self._begins, strict=False) if i)])
+
+    def images(self, start: int, stop: int) -> list[ShownImage]:
+        """Those whose first token is in [start, stop), in their order."""
+        found = []
+        for shard, low, high in self._spans(start, min(stop, self.num_tokens)):
+            if (images := self._images[shard]) is None:
+                continue
+            for number in range(*np.searchsorted(images.first, (low, high)).tolist()):
+                _, end, rows, columns, patches, *_ = images.index[number].item()
+                first, begin = int(images.first[number]), self._begins[shard]
+                found.append(ShownImage(shard, number, begin + first, begin + end, (rows, columns), patches))
+        return found
+
+    def takes(self, image: ShownImage) -> np.ndarray:
+        """int32[vectors]: which of an image's tokens, counted from its first, take its vectors, in their order.
+
+        Raises:
+          ShardlmError: they are others in number, so that a file is damaged."""
+        found = np.flatnonzero(self.window(image.first, image.end - image.first) == self.image_token).astype(np.int32)
+        if len(found) != image.grid[0] * image.grid[1]:
+            what = f"image {image.number} has {len(found)} tokens for {image.grid[0]} x {image.grid[1]} vectors"
+            raise _damaged(self._paths[image.shard][0], what)
+        return found
+
+    def image_file(self, image: ShownImage) -> bytes:
+        """As it came.
+
+        Raises:
+          ShardlmError: it is not what was written."""
+        images = self._images[image.shard]
+        *_, written, offset, length = images.index[image.number].item()
+        file = images.files[offset : offset + length].tobytes()
+        if (found := zlib.crc32(file)) != written:
+            path = self._paths[image.shard][0].with_suffix(FILES_SUFFIX)
+            raise _damaged(
+                path, f"the checksum of image {image.number} is {found:08x}, it was written as {written:08x}"
+            )
+        return file
+
+    def where(self, image: ShownImage) -> str:
+        """The files that it is in and its document, counted from 0 in them."""
+        local = image.first - self._begins[image.shard]
+        document = int(np.searchsorted(self._offsets[image.shard], local, "right")) - 1
+        return f"{self._paths[image.shard][0]}, document {document}"
+
     def verify(self) -> None:
         """Reads everything and compares checksums, at the speed of the disk.
 
@@ -172,12 +248,16 @@ class TokenShards:
             if shard.scored_crc32 is not None:
                 scored = self._scored[self._shards.index(shard)]
                 checks.append((paths[0].with_suffix(".scored"), scored, shard.scored_crc32))
+            if (images := self._images[self._shards.index(shard)]) is not None:
+                checks.append((paths[0].with_suffix(INDEX_SUFFIX), images.index, shard.images.index_crc32))
             for path, array, written in checks:
                 found, data = 0, array.view(np.uint8)
                 for at in range(0, len(data), _VERIFY_BYTES):
                     found = zlib.crc32(data[at : at + _VERIFY_BYTES], found)
                 if found != written:
                     raise _damaged(path, f"its checksum is {found:08x}, it was written as {written:08x}")
+        for image in self.images(0, self.num_tokens):
+            self.takes(image), self.image_file(image)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(shard, first, end) with local token positions, for each shard that [start, stop) touches."""
@@ -205,12 +285,35 @@ def _read_meta(directory: Path) -> Meta:
         meta = msgspec.json.decode(path.read_bytes(), type=Meta)
     except msgspec.DecodeError as error:
         raise _damaged(path, str(error)) from error
-    if meta.format != FORMAT:
-        raise ShardlmError(f"{path} has format {meta.format}, this version reads {FORMAT}: tokenise again")
+    if meta.format not in (FORMAT, FORMAT_WITH_IMAGES):
+        known = f"{FORMAT} and {FORMAT_WITH_IMAGES}"
+        raise ShardlmError(f"{path} has format {meta.format}, this version reads {known}: tokenise again")
     totals = (sum(s.num_tokens for s in meta.shards), sum(s.num_documents for s in meta.shards))
     if totals != (meta.num_tokens, meta.num_documents) or not meta.num_tokens:
         raise _damaged(path, f"its shards hold {totals}, it says {(meta.num_tokens, meta.num_documents)}")
     return meta
+
+
+class _Images(NamedTuple):
+    """Of one shard. first: int64 [images], in memory, as places are looked for in it."""
+
+    first: np.ndarray
+    index: np.ndarray
+    files: np.ndarray
+
+    @classmethod
+    def open(cls, path: Path, shard: ShardMeta) -> "_Images | None":
+        if (meta := shard.images) is msgspec.UNSET:
+            return None
+        file = path.with_suffix(INDEX_SUFFIX)
+        index = _map(file, INDEX, meta.num_images)
+        files = _map(path.with_suffix(FILES_SUFFIX), np.dtype(np.uint8), meta.num_bytes)
+        first, end = index["first"].copy(), index["end"]
+        ordered = (first >= 0).all() and (first < end).all() and (end[:-1] <= first[1:]).all()
+        inside = (index["offset"] >= 0) & (index["length"] > 0) & (index["offset"] + index["length"] <= meta.num_bytes)
+        if not (ordered and end[-1] <= shard.num_tokens and inside.all()):
+            raise _damaged(file, f"its images are not in order within {shard.num_tokens} tokens and their files")
+        return cls(first, index, files)
 
 
 def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -25,14 +25,15 @@ import msgspec
 import numpy as np
 
 from shardlm.data.corpus import Document
-from shardlm.data.shards import FORMAT, META, Meta, ShardMeta, TokenShards, token_dtype
+from shardlm.data.shards import FORMAT, FORMAT_WITH_IMAGES, META, Meta, ShardMeta, TokenShards, token_dtype
+from shardlm.data.stored_images import DocumentImage, ImageFiles
 from shardlm.errors import ShardlmError
 from shardlm.files import free_space, write_atomically
 from shardlm.tokenizer import Tokenizer
 
 SHARD_TOKENS = 1 << 28
 TOKENIZER = "tokenizer.json"
-_OURS = re.compile(r"\d{5}\.(tokens|offsets|scored)|tokenizer\.json|\.(meta|tokenizer)\.json\.\d+\.tmp")
+_OURS = re.compile(r"\d{5}\.(tokens|offsets|scored|images|files)|tokenizer\.json|\.(meta|tokenizer)\.json\.\d+\.tmp")
 # Longer documents are encoded in parts, cut after a line end: encoding takes about 200 bytes of memory a
 # character (2.6 GB for one of 12 MB).
 _PART_CHARS = 1 << 20
@@ -110,10 +111,14 @@ def check_output(directory: str | os.PathLike) -> None:
 
 
 class ShardWriter:
-    """Writes tokens that exist already. Leaving the `with` block without `finish` removes the files."""
+    """Writes tokens that exist already. Leaving the `with` block without `finish` removes the files. `image_token`: the
+    one that stands for each vector of an image, where there are some."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS):
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS, image_token: int | None = None
+    ):
         self._directory, self._tokenizer, self._shard_tokens = directory, tokenizer, shard_tokens
+        self._image_token, self._images = image_token, None  # ImageFiles of this shard
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._shards: list[ShardMeta] = []
         self._num_bytes = 0
@@ -131,12 +136,23 @@ class ShardWriter:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk fails again when the buffer is flushed
                 self._file.close()
+        if self._images is not None:
+            with contextlib.suppress(OSError):
+                self._images.close()
         if not self._finished:
             self._remove()
 
-    def add(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int, scored: np.ndarray | None = None) -> None:
+    def add(
+        self,
+        tokens: np.ndarray,
+        ends: np.ndarray,
+        num_bytes: int,
+        scored: np.ndarray | None = None,
+        images: Sequence[DocumentImage] = (),
+    ) -> None:
         """Appends tokens; `ends` are the positions in them after each document's last token, `scored` bool says which
-        are learned: given always, or never."""
+        are learned: given always, or never. `images` in the order of their tokens, which are counted from the first of
+        `tokens`."""
         with self._clear_errors():
             if self._file is None:
                 self._begin()
@@ -145,6 +161,10 @@ class ShardWriter:
             self._crc = zlib.crc32(data.data, self._crc)
             if scored is not None:
                 self._scored.append(scored.astype(np.uint8))
+            if images:
+                if self._images is None:
+                    self._images = ImageFiles(self._directory, self._name)
+                self._images.add(images, self._length)
             self._ends.append(ends + self._length)
             self._length += len(tokens)
             self._num_bytes += num_bytes
@@ -158,8 +178,9 @@ class ShardWriter:
                 self._end()
             if not self._shards:
                 raise ShardlmError(f"nothing to write to {self._directory}: no document has text")
+            seen = any(shard.images is not msgspec.UNSET for shard in self._shards)
             meta = Meta(
-                format=FORMAT,
+                format=FORMAT_WITH_IMAGES if seen else FORMAT,
                 dtype=self._dtype.name,
                 vocab_size=self._tokenizer.vocab_size,
                 tokenizer=self._tokenizer.fingerprint,
@@ -168,6 +189,7 @@ class ShardWriter:
                 num_bytes=self._num_bytes,
                 num_bad_utf8=num_bad_utf8,
                 shards=tuple(self._shards),
+                image_token=self._image_token if seen else msgspec.UNSET,
             )
             self._tokenizer.save(self._directory / TOKENIZER)
             write_atomically(self._directory / META, msgspec.json.format(msgspec.json.encode(meta)) + b"\n")
@@ -190,8 +212,10 @@ class ShardWriter:
             scored = np.concatenate(self._scored)
             (self._directory / f"{self._name}.scored").write_bytes(scored.data)
             scored_crc32 = zlib.crc32(scored.data)
+        images = msgspec.UNSET if self._images is None else self._images.finish()
+        self._images = None
         crcs = (self._crc, zlib.crc32(offsets.data), scored_crc32)
-        self._shards.append(ShardMeta(self._name, self._length, len(offsets) - 1, *crcs))
+        self._shards.append(ShardMeta(self._name, self._length, len(offsets) - 1, *crcs, images))
 
     def _remove(self) -> None:
         for path in self._directory.iterdir():
@@ -206,8 +230,8 @@ class ShardWriter:
             raise ShardlmError(
                 f"cannot write token shards to {self._directory}: {error.strerror or error}"
                 f" ({free_space(self._directory)}). What was written is removed. A token takes"
-                f" {self._dtype.itemsize} bytes, all of them about half the size of the text: free space or"
-                " choose another directory"
+                f" {self._dtype.itemsize} bytes, all of them about half the size of the text, and images their files:"
+                " free space or choose another directory"
             ) from error
 
 

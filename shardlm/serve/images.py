@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.serve.image_parts import SEEING
 from shardlm.serve.request import PromptTooLong
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.image_parts import SEEING
 from shardlm.vision.picture import Picture, Placed
 from shardlm.vision.read import BadImage, file_of, pixels_of
 from shardlm.vision.sight import Sight

@@ -25,12 +25,10 @@ from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams,
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
-from shardlm.serve.image_parts import BadMessage, images_in
-from shardlm.serve.image_places import encoded, shown
 from shardlm.serve.images import check_cut, images_of, of_engine
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.media import MediaRules, files_here
-from shardlm.serve.messages import plain_text, rendered
+from shardlm.serve.messages import rendered
 from shardlm.serve.option_types import check_model, check_seed
 from shardlm.serve.options import config_of
 from shardlm.serve.other_names import CALLS, METHODS, refuse
@@ -39,6 +37,8 @@ from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.image_parts import BadMessage, images_in, plain_text
+from shardlm.vision.image_places import encoded, shown
 
 Conversation = Sequence[Mapping[str, Any]]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
-from shardlm.serve import image_places, past_calls
-from shardlm.serve.image_parts import SEEING, BadMessage, has_images, is_image
+from shardlm.serve import past_calls
+from shardlm.vision import image_places
+from shardlm.vision.image_parts import BadMessage, content_of, has_images, is_image
 
 Message = Mapping[str, Any]
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type of part -> field
 _TAKEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "self"}
 
 
@@ -65,56 +65,12 @@ def _message(message: Message, param: str, developer: bool, sees: bool) -> dict[
         raise BadMessage(f"{param}.role={role!r} must be a text, such as user", f"{param}.role")
     if role == "developer" and not developer:
         role = "system"  # its older name, which templates know
-    known = {**message, "role": role, "content": _content(message, f"{param}.content", sees)}
+    known = {**message, "role": role, "content": content_of(message.get("content"), f"{param}.content", sees)}
     if calls := message.get("tool_calls"):
         known["tool_calls"] = _calls(calls, f"{param}.tool_calls")
     elif known["content"] is None:
         known["content"] = ""  # as of a reply that was all thought: clients send it back, and templates want a text
     return known
-
-
-def _content(message: Message, param: str, sees: bool) -> str | list[dict[str, str]] | None:
-    """A text or, with images that the model sees, a list of parts. Raises BadMessage for other parts."""
-    content = message.get("content")
-    if not (sees and has_images(message)):
-        return plain_text(content, param)
-    parts = []
-    for i, part in enumerate(content):
-        if is_image(part):
-            parts.append(dict(image_places.IMAGE))
-            continue
-        if (text := _text_of(part)) is None:
-            message = f"{param}[{i}] is of type {_kind(part)!r}; this model reads text and images"
-            raise BadMessage(message, f"{param}[{i}]")
-        parts.append({"type": "text", "text": text})
-    return parts
-
-
-def plain_text(content: Any, param: str) -> str | None:
-    """The text of a message's content. Raises BadMessage for parts that are not text."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise BadMessage(f"{param} is a {type(content).__name__}; it is a text or a list of parts", param)
-    texts = []
-    for i, part in enumerate(content):
-        if (text := _text_of(part)) is None:
-            hint = f": {SEEING}" if is_image(part) else ""
-            message = f"{param}[{i}] is of type {_kind(part)!r}; this model reads text{hint}"
-            raise BadMessage(message, f"{param}[{i}]")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _kind(part: Any) -> Any:
-    return part.get("type") if isinstance(part, Mapping) else type(part).__name__
-
-
-def _text_of(part: Any) -> str | None:
-    """None: it is no text."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
-    return text if isinstance(text, str) else None
 
 
 def _calls(calls: Any, param: str) -> list[dict[str, Any]]:

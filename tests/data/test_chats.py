@@ -11,6 +11,7 @@ from shardlm.data.config import DataConfig
 from shardlm.data.corpus import find_sources
 from shardlm.data.packing import make_rows
 from shardlm.data.prepare import prepare
+from shardlm.data.rendering import Chats
 from shardlm.errors import ShardlmError
 from shardlm.tokenizer import train_bpe
 
@@ -37,7 +38,7 @@ def chats(tmp_path):
 
 
 def shards(path, directory):
-    return write_lines(find_sources([str(path)]), TEMPLATE, TOKENIZER, directory, conversation)
+    return write_lines(find_sources([str(path)]), Chats(TEMPLATE, TOKENIZER), directory, conversation)
 
 
 @pytest.mark.parametrize("packing,seq_len", [("cut", 16), ("whole", 64), ("whole", 9)])

@@ -15,6 +15,7 @@ from shardlm.data.corpus import find_sources
 from shardlm.data.packing import PADDING_ROW, make_rows
 from shardlm.data.preferences import pair
 from shardlm.data.prepare import prepare
+from shardlm.data.rendering import Chats
 from shardlm.errors import ShardlmError
 
 
@@ -44,7 +45,7 @@ PROMPTS = ["<user>what is</s><assistant>", "<system>is</s><user>what</s><assista
 
 def written(path, lines, directory):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return write_lines(find_sources([str(path)]), TEMPLATE, TOKENIZER, directory, pair)
+    return write_lines(find_sources([str(path)]), Chats(TEMPLATE, TOKENIZER), directory, pair)
 
 
 def text(tokens) -> str:
@@ -88,7 +89,7 @@ def test_a_pair_stands_in_one_row_and_only_answers_are_learned(tmp_path, seq_len
 )
 def test_every_pair_once_and_whole(lengths, more, most):
     class Shards:  # document d is the token d, but for its last token
-        directories, partly_scored = (), True
+        directories, partly_scored, image_token = (), True, None
         num_documents = 2 * len(lengths)
         stream = np.concatenate([np.full(n + 1, d) for d, n in enumerate(np.array(lengths).reshape(-1))])
 
@@ -152,7 +153,7 @@ def test_a_template_that_rewrites_the_prompt_is_refused():
         "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     with pytest.raises(ShardlmError, match=r"a:1 \(chosen\): T rewrites the prompt once an answer follows it"):
-        pair(PAIRS[0], "a:1", ChatTemplate(marked, where="T"), TOKENIZER)
+        pair(PAIRS[0], "a:1", Chats(ChatTemplate(marked, where="T"), TOKENIZER))
 
 
 def test_prepared_apart_from_chats_and_never_without_a_template(tmp_path):

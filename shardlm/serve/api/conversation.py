@@ -8,9 +8,9 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.service import Service
-from shardlm.serve.image_parts import has_images
-from shardlm.serve.messages import BadMessage, Message, plain_text, rendered
+from shardlm.serve.messages import Message, rendered
 from shardlm.serve.prompts import check_length
+from shardlm.vision.image_parts import BadMessage, has_images, plain_text
 
 _LATER = "what is said later"
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.service import Call
-from shardlm.serve.image_parts import BadMessage, Sent, images_in
 from shardlm.serve.images import Images, check_tokens
 from shardlm.serve.media import file_at
 from shardlm.serve.messages import Message
+from shardlm.vision.image_parts import BadMessage, Sent, images_in
 from shardlm.vision.picture import Picture
 
 AT_ONCE = 8  # images of a request that are fetched; then it is seen whether there is room for more

@@ -8,8 +8,8 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.message_images import Said, image_part, joined
 from shardlm.serve.api.message_tools import chat_choice, functions, parallel
 from shardlm.serve.api.protocol import EXTRAS, ChatRequest, CountTokensRequest, is_billing
-from shardlm.serve.image_parts import SEEING
 from shardlm.serve.past_calls import INVALID_JSON
+from shardlm.vision.image_parts import SEEING
 
 Block = Mapping[str, Any]
 Chat = list[dict[str, Any]]

@@ -14,8 +14,8 @@ from shardlm.serve.api.images import pictures_of
 from shardlm.serve.api.protocol import PooledRequest, prompts_of
 from shardlm.serve.api.sampling import check_order
 from shardlm.serve.api.service import Call, Service
-from shardlm.serve.image_places import encoded
 from shardlm.serve.request import check_prompt
+from shardlm.vision.image_places import encoded
 from shardlm.vision.picture import Picture
 
 

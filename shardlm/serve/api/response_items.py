@@ -6,8 +6,8 @@ from typing import Any
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import EXTRAS, ChatRequest, ResponsesRequest
 from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
-from shardlm.serve.image_parts import is_image, sent
-from shardlm.serve.messages import BadMessage, plain_text, read_arguments
+from shardlm.serve.messages import read_arguments
+from shardlm.vision.image_parts import BadMessage, is_image, plain_text, sent
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them

@@ -17,12 +17,12 @@ from shardlm.serve.api.sampling import beam_params, sampling_params
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.tools.choose import PlainParser, Tools, choose, style_of
 from shardlm.serve.api.tools.reader import CallDelta
-from shardlm.serve.image_parts import has_images
-from shardlm.serve.image_places import encoded, shown
 from shardlm.serve.images import check_cut
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.image_parts import has_images
+from shardlm.vision.image_places import encoded, shown
 
 Piece = str | Thought | CallDelta
 

@@ -4,9 +4,9 @@ import pytest
 from seeing_llm import LISTS, PAD, PARTS, TOOLS, WORDS, part, picture, text, tokenizer
 
 from shardlm.chat import ChatTemplate
-from shardlm.serve.image_parts import BadMessage, images_in
-from shardlm.serve.image_places import NAMED, encoded, shown
 from shardlm.serve.messages import rendered
+from shardlm.vision.image_parts import BadMessage, images_in
+from shardlm.vision.image_places import NAMED, encoded, shown
 
 WHOLE = f"<|vision_start|>{PAD}<|vision_end|>"
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

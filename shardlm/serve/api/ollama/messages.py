@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import Json
-from shardlm.serve.image_parts import SEEING
+from shardlm.vision.image_parts import SEEING
 
 
 def chat_messages(messages: Sequence[Json], sees: bool = False) -> list[Json]:

@@ -9,11 +9,10 @@ from typing import Any
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
-from shardlm.serve.image_parts import has_images
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.image_parts import IMAGE, has_images
 
 Message = Mapping[str, Any]
-IMAGE = {"type": "image"}
 # What a model's own template has around the token: those of Qwen, from 2 VL to 3.5, are the only ones with more.
 _WRITTEN = {"<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>"}
 _WORDS = "what the user says"
@@ -63,8 +62,13 @@ def _before_words(message: Message, token: str) -> Message:
     if not has_images(message):
         return message
     parts = message["content"]
-    places = [_WRITTEN.get(token, token) for part in parts if part["type"] == "image"]
+    places = [written(token) for part in parts if part["type"] == "image"]
     return {**message, "content": "\n".join([*places, *(part["text"] for part in parts if part["type"] == "text")])}
+
+
+def written(token: str) -> str:
+    """What stands for an image in a text."""
+    return _WRITTEN.get(token, token)
 
 
 def in_words(value: Any, token: str) -> Any:
