@@ -42,7 +42,7 @@ class Evaluator:
 
     def batches(self, rows: tuple[int, ...] | None = None) -> Iterator[Batch]:
         """The validation rows, the same at every call; `rows` of each batch, all by default, then without images."""
-        train, seeing = self.program.config.train, self.program.seeing
+        train = self.program.config.train
         return validation_batches(
             self.data.validation,
             seq_len=train.seq_len,
@@ -50,7 +50,7 @@ class Evaluator:
             rows=rows,
             packing=self.program.config.data.packing,
             max_batches=train.eval_batches or None,
-            look=seeing.readers(self.program.slots) if seeing and rows is not None else None,
+            **(self.program.looking() if rows is not None else {}),
         )
 
     def baselines(self) -> ngram.Baselines:

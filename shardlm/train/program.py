@@ -93,6 +93,10 @@ class Program:
         found = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for n, dtype in dtypes.items()}
         return found | (self.seeing.shapes() if self.seeing else {})
 
+    def looking(self) -> dict[str, Any]:
+        """What loaders are told of images."""
+        return {"sight": self.seeing.sight, "look": self.seeing.readers(self.slots)} if self.seeing else {}
+
     def on_devices(self, batch: Mapping[str, Any], rows: tuple[int, ...], eyes: Any = None) -> dict[str, jax.Array]:
         """A batch of the loader's, of which this process has these rows, as arrays on the devices; its images are read
         by the weights `eyes`. Called under the mesh."""

@@ -157,8 +157,7 @@ def sight_of_run(config: RunConfig) -> Sight | None:
     """How the checkpoint that a run begins with sees; None where it doesn't. Raises as sight_of."""
     if not isinstance(config.model, Pretrained):
         return None
-    most = getattr(config.data, "max_pixels", 0)
-    asked = {"max_pixels": most} if most else {}
+    asked = {"max_pixels": config.data.max_pixels} if config.data.max_pixels else {}
     return sight_of(pathlib.Path(config.model.folder), config.model.options, asked)
 
 

@@ -77,7 +77,7 @@ class Texts:
         sight = sight_of_run(program.config)
         with report.Preparing(enabled=jax.process_index() == 0) as progress:
             data = prepare(program.config.data, progress, sight)
-        if not (data.train.holds_images or data.validation.holds_images):
+        if data.train.image_token is None and data.validation.image_token is None:
             return cls(program, data)
         program = program.that_sees(sight)
         return cls(program, data, program.seeing.load(program.config.model.folder))
@@ -122,7 +122,7 @@ class Rows:
             seed=config.data.seed,
             rows=rows,
             packing=config.data.packing,
-            look=program.seeing and program.seeing.readers(program.slots),
+            **program.looking(),
         )
         return cls(program, loader, rows, eyes)
 

@@ -42,7 +42,8 @@ def packed(sight: Sight, asks: Sequence[tuple], rows: Sequence[Sequence[int]], s
             batch["segment_ids"][row, at] = segment + 1
             batch["positions"][row, at] = np.arange(len(ids) - 1)
             batch["loss_mask"][row, at] = 1
-            turns[row, at] = axes_of(len(ids), placed)[0].T[:-1]
+            if sight.axes:
+                turns[row, at] = axes_of(len(ids), placed)[0].T[:-1]
             images += [At(row, start + one.takes, one.picture) for one in placed]
             start += len(ids) - 1
     return batch | ({"turns": turns} if sight.axes else {}), images
