@@ -60,7 +60,7 @@ def main() -> int:
         options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}
         to_hf(_CHECKPOINT.value, _OUTPUT.value, _DTYPE.value, **options)
         output = pathlib.Path(_OUTPUT.value)
-        opener = "AutoPeftModelForCausalLM" if is_peft(output) else "AutoModelForCausalLM"
+        opener = opened_by(output)
         package = "peft" if "Peft" in opener else "transformers"
         if is_peft(output) and (base := meant(pathlib.Path(base_of(output)))):
             print(
@@ -69,6 +69,17 @@ def main() -> int:
             print(f"that folder as base_model_name_or_path in {output / CONFIG}")
         print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r})")
     return 0
+
+
+def opened_by(folder: pathlib.Path) -> str:
+    """The class that opens what was written."""
+    from shardlm.hf_files import read_config
+    from shardlm.peft_folder import is_peft
+    from shardlm.vision.registry import sees
+
+    if is_peft(folder):
+        return "AutoPeftModelForCausalLM"
+    return "AutoModelForImageTextToText" if sees(read_config(folder)) else "AutoModelForCausalLM"
 
 
 if __name__ == "__main__":

@@ -117,9 +117,12 @@ def _check_integers(sizes: dict[str, Any]) -> None:
 
 def shard_map(f: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
     """jax.shard_map over every axis of the current mesh that is not manual already, so that an op works both on the
-    whole mesh and inside a pipeline stage or a replica (which are manual over their own axis)."""
+    whole mesh and inside a pipeline stage or a replica (which are manual over their own axis); `f` itself where all
+    are."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    if not axes and mesh.axis_names:
+        return f
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 

@@ -2,6 +2,7 @@
 XLA has kernels for what else they do. Every figure is read from the program (compiled)."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.sharding import NamedSharding
 
 from shardlm.mesh import MeshSpec
 from shardlm.ops.cudnn_heads import traced_for
+from shardlm.rules import Rules
 from shardlm.topology import topology
+from shardlm.train.seeing import Seeing
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.registry import sight_of
 
@@ -37,16 +40,21 @@ TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "\n\n", "\n\n\n", "\n\n
 TOKENS += [f"<|{name}|>" for name in ("image_start", "image", "image_end", "tile_x_separator", "tile_y_separator")]
 
 
-def compiled(kind: str, gpu: str, folder):
+def sight(kind: str, folder):
+    """(how the family sees, patches)."""
     vision, patches = FAMILIES[kind]
     added = [{"content": content, "id": id} for id, content in enumerate(TOKENS)]
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     usual = {"num_hidden_layers": 27, "num_attention_heads": 16} if kind == "gemma3" else {}
     options = {"model_type": kind, "vision_config": usual | vision, "text_config": {"hidden_size": 2560}}
-    sight = sight_of(folder, options)
+    found = sight_of(folder, options)
+    return found, next(size for size in found.sizes if size >= patches or size == found.sizes[-1])
+
+
+def compiled(kind: str, gpu: str, folder):
+    own, patches = sight(kind, folder)
     mesh = MeshSpec().build(topology(gpu, 1, 1))
-    encoder = Encoder.make(sight.encoder, jnp.bfloat16, mesh)
-    patches = next(size for size in sight.sizes if size >= patches or size == sight.sizes[-1])
+    encoder = Encoder.make(own.encoder, jnp.bfloat16, mesh)
     whole = NamedSharding(mesh, jax.P())
     here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
@@ -59,3 +67,19 @@ def compiled(kind: str, gpu: str, folder):
 def test_attends_by_cudnn(kind, gpu, tmp_path):
     text = compiled(kind, gpu, tmp_path).as_text()
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+
+
+def test_devices_that_share_rows_read_images_of_a_batch_in_turn(tmp_path):
+    """By cuDNN, inside of one program, whose only collective is of vectors between those devices, into the batch's."""
+    own, patches = sight("qwen3_vl", tmp_path)
+    spec, width = MeshSpec(fsdp=2, tensor=2), own.encoder.width
+    mesh = spec.build(topology("h100", 1, 4))
+    rows = NamedSharding(mesh, Rules.make("zero3", spec).act.spec("batch", "whole_seq"))
+    seeing = Seeing.make(own, rows, (8, 8192), width, jnp.bfloat16)
+    program = seeing.lower(patches).compile()
+    text = program.as_text()
+    vectors = 4 * 8192 * seeing.width * 2  # of a device
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    assert re.findall(r"(all-\w+|reduce-scatter|collective-permute)-start\(", text) == ["all-gather"]
+    assert program.memory_analysis().alias_size_in_bytes == vectors
+    assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20

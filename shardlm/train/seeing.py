@@ -18,6 +18,7 @@ from shardlm.layers.seen import SEEN, TURNS, VECTORS
 from shardlm.mesh import shard_map
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.ops.cudnn_heads import traced_for
 from shardlm.progress_bar import bytes_bar
 from shardlm.train.config import RunConfig
 from shardlm.train.looks import Look, Readers
@@ -97,6 +98,18 @@ class Seeing:
             vectors = _read(self, params, vectors, *arguments)
         taken = [one for look in looks for one in look.taken]
         return {VECTORS: vectors, SEEN: self._by_row(taken, lambda one: 1, 0)}
+
+    def lower(self, size: int) -> jax.stages.Lowered:
+        """The program that reads an image of at most so many patches on each device, `vectors` donated."""
+        devices = (self.mesh.size,)
+        inputs = {
+            name: jax.ShapeDtypeStruct((*devices, *a.shape), a.dtype, sharding=self.by_device)
+            for name, a in self.encoder.inputs(size).items()
+        }
+        counts = jax.ShapeDtypeStruct(devices, jnp.int32, sharding=self.by_device)
+        index = jax.ShapeDtypeStruct(self.shape, jnp.int32, sharding=self.rows)
+        with jax.set_mesh(self.mesh), traced_for(self.mesh.devices.flat[0]):
+            return _read.lower(self, self.encoder.shapes, self.shapes()[VECTORS], inputs, counts, index)
 
     def _inputs(self, look: Look) -> dict[str, jax.Array]:
         found = {}
