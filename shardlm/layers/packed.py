@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardlm.layers.context import Selection, heads_of, one_group_each, one_per_device, rates_of, specs_of
 from shardlm.layers.param import Execution
-from shardlm.layers.seen import TURNS, Seen
+from shardlm.layers.seen import TURNS, UNTIL, Seen
 from shardlm.mesh import shard_map
 from shardlm.ops import block_choice, head_choice
 from shardlm.ops.attention import packed_attention
@@ -29,7 +29,8 @@ from shardlm.rules import Rules
 class Packed:
     """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]; held bool
     [repeats], False for the empty slots of a pipeline's stage, in which experts get no tokens: by a router of zeros all
-    would go to the same few. `kept`: by name, the keys and values "k" and "v" [B, T, K, H] that later layers read."""
+    would go to the same few. `kept`: by name, the keys and values "k" and "v" [B, T, K, H] that later layers read. until int32
+    [B, T]: the place in its row of the last token that each sees, inside of an image one after it; None: its own."""
 
     absorbs: ClassVar[bool] = False
     segment_ids: jax.Array
@@ -46,6 +47,7 @@ class Packed:
     faster: jax.Array | None = None
     seen: Seen | None = None
     turns: jax.Array | None = None
+    until: jax.Array | None = None
 
     @classmethod
     def make(cls, segment_ids: jax.Array, weights: jax.Array | None, execution: Execution) -> "Packed":
@@ -55,21 +57,20 @@ class Packed:
     @classmethod
     def of_rows(cls, rows: Mapping[str, jax.Array], weights: jax.Array | None, execution: Execution) -> "Packed":
         """The same of a batch's rows by name, with the images that stand in them: "turns" int32 [B, T, 3], where tokens
-        are on three axes, and what `Seen.of_rows` wants."""
+        are on three axes, "until", where they see those after them, and what `Seen.of_rows` wants."""
         ctx = cls.make(rows["segment_ids"], weights, execution)
-        return dataclasses.replace(ctx, seen=Seen.of_rows(rows), turns=rows.get(TURNS))
+        return dataclasses.replace(ctx, seen=Seen.of_rows(rows), turns=rows.get(TURNS), until=rows.get(UNTIL))
 
     def rows(self, width: int) -> dict[str, jax.Array]:
         """What a stage of a pipeline is to know of rows whose stream has this width, behind where images enter it."""
         found = {"segment_ids": self.segment_ids, "weights": self.weights}
-        if self.turns is not None:
-            found[TURNS] = self.turns
+        found |= {name: a for name, a in ((TURNS, self.turns), (UNTIL, self.until)) if a is not None}
         return found | (self.seen.rows(width) if self.seen else {})
 
     def within(self, rows: Mapping[str, jax.Array]) -> "Packed":
         """The context of some of them."""
         own = {name: rows[name] for name in ("segment_ids", "weights")}
-        return dataclasses.replace(self, **own, seen=Seen.of_rows(rows), turns=rows.get(TURNS))
+        return dataclasses.replace(self, **own, seen=Seen.of_rows(rows), turns=rows.get(TURNS), until=rows.get(UNTIL))
 
     @property
     def real(self) -> jax.Array:
@@ -82,7 +83,7 @@ class Packed:
         return dataclasses.replace(self, held=jax.lax.dynamic_index_in_dim(self.held, index, keepdims=False))
 
     def backwards(self):
-        return self
+        return dataclasses.replace(self, until=None)
 
     def kept_by(self, name):
         return self.kept[name]["k"], self.kept[name]["v"]
@@ -154,6 +155,7 @@ class Packed:
             sinks=sinks,
             context=self.context,
             chosen=selection,
+            until=self.until,
         )
         return out, pages
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-VECTORS, SEEN, TURNS = "vectors", "seen", "turns"  # of packed rows that images stand in (Packed.of_rows)
+VECTORS, SEEN, TURNS, UNTIL = "vectors", "seen", "turns", "until"  # of packed rows that images stand in (Packed.of_rows)
 
 
 @jax.tree_util.register_dataclass

@@ -128,6 +128,7 @@ def packed_attention(
     sinks: jax.Array | None = None,
     context: str = "ring",
     chosen: jax.Array | None = None,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within segments on any mesh. `implementation` is "xla" or "cudnn" (see `choose`).
 
@@ -135,8 +136,10 @@ def packed_attention(
     returns [B, T, N, Hv]. Where the sequence is split, `context` is "ulysses", with tokens in natural order, or "ring",
     with tokens in zigzag order (ring_attention.py). `softcap`, not with cuDNN, and `sinks` [N] as in `attend`. `chosen`
     bool [B, T, T], of whole rows on each device and not with a ring: the keys that each query attends to; [B, K, T, T]
-    those of each kv head, with whole rows alone.
+    those of each kv head, with whole rows alone. `until` int32 [B, T], of whole rows and not with a ring: the place in
+    its row of the last key that each token sees, which is XLA's work, as cuDNN has no such mask.
     """
+    implementation = implementation if until is None else "xla"
     heads = rules.act.spec("batch", "whole_seq", "heads", "head_dim")
     options = {"scale": scale, "window": window} | ({"softcap": softcap} if softcap else {})
     whole = functools.partial(cudnn if implementation == "cudnn" else blocked_attention, **options)
@@ -147,19 +150,21 @@ def packed_attention(
     else:
         run = functools.partial(ring_attention, implementation=implementation, **options)
 
-    def local(q, k, v, segment_ids, sinks, chosen):
+    def local(q, k, v, segment_ids, sinks, chosen, until):
+        rest = {name: a for name, a in (("chosen", chosen), ("until", until)) if a is not None}
         if chosen is not None and chosen.ndim == 4:
-            q, *rest, segment_ids = by_heads(q, k, v, segment_ids)
-            out = run(q, *rest, segment_ids, chosen=chosen.reshape(-1, *chosen.shape[2:]))
+            q, *of_keys, segment_ids = by_heads(q, k, v, segment_ids)
+            out = run(q, *of_keys, segment_ids, chosen=chosen.reshape(-1, *chosen.shape[2:]))
             return from_heads(out, chosen.shape[1])
-        return run(q, k, v, segment_ids, sinks=sinks, **({} if chosen is None else {"chosen": chosen}))
+        return run(q, k, v, segment_ids, sinks=sinks, **rest)
 
     of_each = chosen is not None and chosen.ndim == 4
     rows, each = rules.act.spec("batch", "whole_seq"), rules.act.spec("batch", *("kv_heads",) * of_each, None, None)
-    specs = (heads, heads, heads, rows, rules.act.spec("heads"), each)
+    specs = (heads, heads, heads, rows, rules.act.spec("heads"), each, rules.act.spec("batch", None))
     value_dim = v.shape[-1]
     # Of cuDNN's kernels for narrower values not every version has those of other sizes.
     if implementation == "cudnn" and value_dim < q.shape[-1] and (q.shape[-1], value_dim) != LATENT:
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
     chosen = jax.reshard(chosen, each) if of_each else chosen
-    return shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks, chosen)[..., :value_dim]
+    until = None if until is None else jax.reshard(until, rules.act.spec("batch", None))
+    return shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks, chosen, until)[..., :value_dim]

@@ -5,6 +5,7 @@ fast as with autodiff through the plain einsum, one of 288 x 6 layers 1.3 times.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,15 @@ def blocked_attention(
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
     chosen: jax.Array | None = None,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within segments; scores in float32. Equal to ops/attention.py's reference.
 
     q [B, T, N, H], k [B, T, K, H], v [B, T, K, Hv] with N a multiple of K, segment_ids int32 [B, T]; returns
     [B, T, N, Hv] in q's dtype. A token sees `window` positions, itself included; 0: all. `softcap` and `sinks` [N] are
     those of `attend` in ops/attention.py; `chosen` bool [B, T, T]: of all these, the keys that each query attends to.
+    `until` int32 [B, T]: the place in its row of the last key that each token sees, inside of an image one after it;
+    None: its own.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -36,8 +40,30 @@ def blocked_attention(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(K, N // K, 1, 1)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    out = _attend(grouped, k, v, sinks, segment_ids, chosen, window, softcap)
+    out = _attend(grouped, k, v, sinks, Masks(segment_ids, chosen, until), window, softcap)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[-1])
+
+
+class Masks(NamedTuple):
+    """What hides keys from queries besides the window: `blocked_attention`'s arguments of these names."""
+
+    segment_ids: jax.Array
+    chosen: jax.Array | None
+    until: jax.Array | None
+
+    def seen(self, start: int, first: int, stop: int, behind: int, window: int) -> jax.Array:
+        """bool [B, stop - start, behind - first]: of queries from `start` to `stop`, the keys from `first` to `behind`
+        that they attend to."""
+        rows, keys = slice(start, stop), slice(first, behind)
+        places, index = jnp.arange(start, stop)[:, None], jnp.arange(first, behind)[None]
+        last = places if self.until is None else self.until[:, rows, None]
+        seen = (index <= last) & (places - index < (window or behind))
+        seen &= self.segment_ids[:, rows, None] == self.segment_ids[:, None, keys]
+        return seen if self.chosen is None else seen & self.chosen[:, rows, keys]
+
+    def behind(self, stop: int) -> int:
+        """One past the last key that queries before `stop` see."""
+        return stop if self.until is None else self.until.shape[1]
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:
@@ -63,67 +89,62 @@ def _first_key(start, window):
     return max(0, start - window + 1) if window else 0
 
 
-def _scores(q, k, segment_ids, chosen, start, stop, window, softcap):
-    """Masked scores of queries start..stop against the keys from their first to stop: float32 [B, K, G, block, S]."""
+def _scores(q, k, masks: Masks, start, stop, window, softcap):
+    """Masked scores of queries start..stop against the keys that some of them see: float32 [B, K, G, block, S]."""
     B, K, G = q.shape[:3]
-    first = _first_key(start, window)
-    scores = _dot(_rows(q, start, stop), k[:, :, first:stop], (3, 3)).reshape(B, K, G, stop - start, stop - first)
+    first, behind = _first_key(start, window), masks.behind(stop)
+    scores = _dot(_rows(q, start, stop), k[:, :, first:behind], (3, 3)).reshape(B, K, G, stop - start, behind - first)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
-    seen = (distance >= 0) & (distance < (window or stop))
-    seen &= segment_ids[:, start:stop, None] == segment_ids[:, None, first:stop]
-    if chosen is not None:
-        seen &= chosen[:, start:stop, first:stop]
-    return jnp.where(seen[:, None, None], scores, MASKED)
+    return jnp.where(masks.seen(start, first, stop, behind, window)[:, None, None], scores, MASKED)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attend(q, k, v, sinks, segment_ids, chosen, window, softcap):
-    return _forward(q, k, v, sinks, segment_ids, chosen, window, softcap)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q, k, v, sinks, masks, window, softcap):
+    return _forward(q, k, v, sinks, masks, window, softcap)[0]
 
 
-def _forward(q, k, v, sinks, segment_ids, chosen, window, softcap):
+def _forward(q, k, v, sinks, masks, window, softcap):
     outs, lses = [], []
     for start, stop in _blocks(q.shape[3]):
-        first = _first_key(start, window)
-        scores = _scores(q, k, segment_ids, chosen, start, stop, window, softcap)
+        first, behind = _first_key(start, window), masks.behind(stop)
+        scores = _scores(q, k, masks, start, stop, window, softcap)
         largest = scores.max(axis=-1, keepdims=True)
         largest = largest if sinks is None else jnp.maximum(largest, sinks)
         weights = jnp.exp(scores - largest)
         partition = weights.sum(axis=-1, keepdims=True)
         partition = partition if sinks is None else partition + jnp.exp(sinks - largest)
-        rows = weights.astype(v.dtype).reshape(*weights.shape[:2], -1, stop - first)
-        out = _dot(rows, v[:, :, first:stop], (3, 2)).reshape(*weights.shape[:4], -1) / partition
+        rows = weights.astype(v.dtype).reshape(*weights.shape[:2], -1, behind - first)
+        out = _dot(rows, v[:, :, first:behind], (3, 2)).reshape(*weights.shape[:4], -1) / partition
         outs.append(out.astype(q.dtype))
         lses.append(largest + jnp.log(partition))
     out, lse = jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
-    return out, (q, k, v, sinks, segment_ids, chosen, out, lse)
+    return out, (q, k, v, sinks, masks, out, lse)
 
 
 def _backward(window, softcap, kept, d_out):
-    q, k, v, sinks, segment_ids, chosen, out, lse = kept
+    q, k, v, sinks, masks, out, lse = kept
     T = q.shape[3]
     shift = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
     d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for start, stop in _blocks(T):
         rows = functools.partial(_rows, start=start, stop=stop)
-        first = _first_key(start, window)
-        scores = _scores(q, k, segment_ids, chosen, start, stop, window, softcap)
-        weights = jnp.exp(scores - lse[:, :, :, start:stop]).reshape(*q.shape[:2], -1, stop - first)
-        d_weights = _dot(rows(d_out), v[:, :, first:stop], (3, 3))
+        first, behind = _first_key(start, window), masks.behind(stop)
+        scores = _scores(q, k, masks, start, stop, window, softcap)
+        weights = jnp.exp(scores - lse[:, :, :, start:stop]).reshape(*q.shape[:2], -1, behind - first)
+        d_weights = _dot(rows(d_out), v[:, :, first:behind], (3, 3))
         d_scores = weights * (d_weights - rows(shift))
         if softcap:  # where it is masked, the weight is 0
             flat = scores.reshape(weights.shape) / softcap
             d_scores = d_scores * jnp.where(weights > 0, 1 - jnp.square(flat), 0)
         d_scores = d_scores.astype(q.dtype)
-        unseen = ((0, 0), (0, 0), (first, T - stop), (0, 0))  # keys that these queries do not see
+        unseen = ((0, 0), (0, 0), (first, T - behind), (0, 0))  # keys that these queries do not see
         d_v += jnp.pad(_dot(weights.astype(v.dtype), rows(d_out), (2, 2)), unseen)
         d_k += jnp.pad(_dot(d_scores, rows(q), (2, 2)), unseen)
-        d_q.append(_dot(d_scores, k[:, :, first:stop], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
+        d_q.append(_dot(d_scores, k[:, :, first:behind], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
     d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks - lse) * shift, axis=(0, 3))[..., None]
     d_q = jnp.concatenate(d_q, axis=3)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None, None
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -69,7 +69,7 @@ class Program:
 
     def that_sees(self, sight: Sight) -> "Program":
         """The same for batches with images. Raises ShardlmError for what does not go with them."""
-        check_images(self.config, self.model.config, sight)
+        check_images(self.config, self.model.config, sight, self.model.execution.context_attention)
         shape, width = (len(self.slots), self.config.train.seq_len), self.model.config.embed_dim
         how = self.batch_sharding, shape, width, self.model.execution.dtype
         return dataclasses.replace(self, seeing=Seeing.make(sight, *how))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder
-from shardlm.layers.seen import SEEN, TURNS, VECTORS
+from shardlm.layers.seen import SEEN, TURNS, UNTIL, VECTORS
 from shardlm.mesh import shard_map
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
@@ -72,6 +72,8 @@ class Seeing:
         arrays = {SEEN: ((), jnp.int32), VECTORS: ((self.width,), self.encoder.execution.dtype)}
         if self.sight.axes:
             arrays[TURNS] = (3,), jnp.int32
+        if self.sight.whole:
+            arrays[UNTIL] = (), jnp.int32
         return {
             name: jax.ShapeDtypeStruct((*self.shape, *own), dtype, sharding=self.rows)
             for name, (own, dtype) in arrays.items()
@@ -91,13 +93,16 @@ class Seeing:
             return self.encoder.load(Folder.open(pathlib.Path(folder)), progress)
 
     def __call__(self, params: Any, looks: Sequence[Look]) -> dict[str, jax.Array]:
-        """A batch's "seen" and "vectors", under the run's mesh."""
+        """A batch's "seen", "vectors" and, where the tokens of an image see all of it, "until"; under the run's mesh."""
         vectors = _nothing(self)
         for look in looks:
             arguments = self._inputs(look), self._on_devices(look.counts), self._taken(look)
             vectors = _read(self, params, vectors, *arguments)
         taken = [one for look in looks for one in look.taken]
-        return {VECTORS: vectors, SEEN: self._by_row(taken, lambda one: 1, 0)}
+        found = {VECTORS: vectors, SEEN: self._by_row(taken, lambda one: 1, 0)}
+        if self.sight.whole:
+            found[UNTIL] = self._by_row(taken, lambda one: one.takes[-1], np.arange(self.shape[1]))
+        return found
 
     def lower(self, size: int) -> jax.stages.Lowered:
         """The program that reads an image of at most so many patches on each device, `vectors` donated."""
@@ -132,10 +137,12 @@ class Seeing:
         """int32 [B, T]: which of a group's vectors a token takes, -1: none."""
         return self._by_row(look.taken, lambda one: one.first + np.arange(len(one.takes)), -1)
 
-    def _by_row(self, taken, value: Callable, rest: int) -> jax.Array:
+    def _by_row(self, taken, value: Callable, rest: int | np.ndarray) -> jax.Array:
+        """int32 [B, T]: of tokens that take a vector what `value` has of their image, of others `rest`."""
+
         def part(index):
             rows = range(*index[0].indices(self.shape[0]))
-            found = np.full((len(rows), self.shape[1]), rest, np.int32)
+            found = np.broadcast_to(np.asarray(rest, np.int32), (len(rows), self.shape[1])).copy()
             for one in taken:
                 if one.slot in rows:
                     found[one.slot - rows.start, one.takes] = value(one)
@@ -174,12 +181,13 @@ def sight_of_run(config: RunConfig) -> Sight | None:
     return sight_of(pathlib.Path(config.model.folder), config.model.options, asked)
 
 
-def check_images(config: RunConfig, model: TransformerConfig, sight: Sight) -> None:
-    """Refuses what does not go with images in the data, before anything compiles."""
-    if sight.whole:
+def check_images(config: RunConfig, model: TransformerConfig, sight: Sight, context: str) -> None:
+    """Refuses what does not go with images in the data, before anything compiles. `context`: how rows that are split
+    are attended to."""
+    if sight.whole and config.mesh.context > 1 and context == "ring":
         raise ShardlmError(
-            "the tokens of an image see those after them in this model, which rows that are trained on do not; leave "
-            "images out of the data"
+            f"context_attention={config.context_attention}: the tokens of an image see those after them in this model, "
+            "and a ring's devices see those before alone; set context_attention to ulysses, or mesh.context to 1"
         )
     if model.mtp and config.train.mtp_loss:
         raise ShardlmError(

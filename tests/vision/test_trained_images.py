@@ -44,7 +44,7 @@ def losses(program: Program, name: str, folder) -> tuple[dict[str, float], dict]
     return {n: float(v) for n, v in said.items()}, flatten_dict(jax.tree.map(np.asarray, state.params))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llama4"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llama4", "gemma3", "gemma4-inputs"])
 def test_rows_with_images_are_what_transformers_says(name, tmp_path):
     folder = references.folder(name, tmp_path)
     found, _ = losses(program_of(folder), name, folder)
