@@ -1,1 +1,2 @@
-"""Text to batches: corpus -> writer -> shards -> packing -> loader; `prepare` runs the first half, once."""
+"""Text and conversations, with images too, to batches: corpus -> writer -> shards -> packing -> loader; `prepare` runs
+the first half, once."""

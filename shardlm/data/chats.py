@@ -51,11 +51,11 @@ def write_lines(
     chats: Chats,
     directory: Path,
     of_line: OfLine,
-    progress: Callable[[int, int], None] = lambda done, images: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> TokenShards:
-    """Shards of the documents of every line; those of one line stay together. `progress` is called with the bytes of
-    input done and the images so far. Raises ShardlmError for files that are not JSONL, and what `of_line` raises."""
-    done = seen = 0
+    """Shards of the documents of every line; those of one line stay together. Raises ShardlmError for files that are
+    not JSONL, and what `of_line` raises."""
+    done = 0
     image_token = chats.sight.vector if chats.sight else None
     with ShardWriter(directory, chats.tokenizer, image_token=image_token) as writer:
         for documents, size in _in_order(_lines(sources, chats), of_line, 0 if chats.sight is None else THREADS):
@@ -68,8 +68,8 @@ def write_lines(
                 for image in document.images
             ]
             writer.add(ids, ends, sum(document.num_bytes for document in documents), learned, images)
-            done, seen = done + size, seen + len(images)
-            progress(done, seen)
+            done += size
+            progress(done)
         writer.finish()
     return TokenShards.open(directory)
 

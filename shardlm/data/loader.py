@@ -54,8 +54,8 @@ class Loader:
           rows: the rows of the global batch that this process needs, ascending; None for all of them.
           sight: how the model sees, by which images are prepared; where its tokens stand on three axes, batches have
             `turns`.
-          look: called by a reader thread for each batch with the images of all rows of the global batch, the same in
-            every process; needs `sight`.
+          look: called by reader threads, of two batches at once too, with the images of all rows of a global batch,
+            the same in every process; needs `sight`.
           prefetch: batches read ahead by threads; 0 reads when asked.
 
         Raises:

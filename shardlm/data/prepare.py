@@ -200,7 +200,7 @@ def _open_or_write(
             Chats(template_of(config.chat_template), tokenizer, sight),
             directory,
             of_line,
-            progress=lambda done, images: progress("rendering chats", done, total),
+            progress=lambda done: progress("rendering chats", done, total),
         )
     if config.packing == "pairs":
         raise ShardlmError(

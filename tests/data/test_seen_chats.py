@@ -240,9 +240,9 @@ def test_what_cannot_be_seen_is_named(folder, line, message):
     (folder / "images" / "text.png").write_text("fox")
     (folder / "images" / "small.png").write_bytes(png(8, 8))
     (folder / "images" / "large.png").write_bytes(png(16 * 26, 16 * 40))
-    whole = of(said("user", "fox"), answer())
+    whole, seen = of(said("user", "fox"), answer()), of(said("user", PLACE), answer(), images=["images/a.png"])
     with pytest.raises(ShardlmError, match=rf"chats\.jsonl:2.*{message}"):
-        shards_of([whole, line, *[whole] * 40], folder, sight())
+        shards_of([seen, line, *[whole] * 40], folder, sight())
     assert not list((folder / "chats-shards").glob("*"))
 
 
