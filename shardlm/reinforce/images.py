@@ -2,6 +2,7 @@
 sample, and for the rows that are trained on. What is kept of one that is prepared is serve/images.py's."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,10 +56,17 @@ class PromptImage:
             )
         return found
 
+    def prepared(self, prepare: Callable[[bytes], Picture]) -> Picture:
+        """As `prepare` has it of the file."""
+        return prepare(self.file())
+
 
 def in_row(images: Sequence[PromptImage], row: int, first: int, prepare: Callable[[bytes], Picture]) -> list[ImageAt]:
     """The images of a prompt that begins at place `first` of a row of the global batch."""
-    return [ImageAt(row, one.place.takes + first, one.patches, lambda one=one: prepare(one.file())) for one in images]
+    return [
+        ImageAt(row, one.place.takes + first, one.patches, functools.partial(one.prepared, prepare), one.known_by)
+        for one in images
+    ]
 
 
 def turns(images: Sequence[PromptImage], length: int) -> np.ndarray:

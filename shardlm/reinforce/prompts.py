@@ -147,7 +147,9 @@ def _seeing(prompt: Prompt, references: Sequence[str], where: str, chats: Chats)
     try:
         ids, placed = chats.sight.expanded(prompt.tokens, [seen[one].picture for one in references])
     except ShardlmError as error:
-        raise ShardlmError(f"{where} (prompt): {error}") from error
+        token = chats.tokenizer.decode([chats.sight.token], skip_special=False)
+        how = f"; in a text {token} stands for one" if isinstance(prompt.given, str) else ""
+        raise ShardlmError(f"{where} (prompt): {error}{how}") from error
     images = tuple(
         PromptImage.of(place, seen[one], one, chats.folder, where)
         for place, one in zip(placed, references, strict=True)

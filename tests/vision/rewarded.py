@@ -1,13 +1,11 @@
-"""Runs on rewards of small checkpoints that see: prompts with images in files, and a few steps."""
+"""Runs on rewards of small checkpoints that see: which of two pictures a prompt has decides what replies are good."""
 
-import dataclasses
 import json
 import pathlib
 from typing import Any
 
 import jax
 import numpy as np
-import references
 from PIL import Image
 
 from shardlm.data.config import DataConfig
@@ -18,49 +16,46 @@ from shardlm.reinforce.task import Rewards
 from shardlm.train.config import GrpoConfig, RunConfig, TrainConfig
 from shardlm.train.program import Program
 
+COLOURS = {"red": (220, 20, 20), "blue": (20, 20, 220)}
+# Of prompts that are the same but for the picture: a model that did not see it could have half of it at best.
 JUDGE = """
-def even(prompts, completions, completion_ids, images, **columns):
-    assert all(isinstance(path, str) for own in images or () for path in own or ())
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+def colour(prompts, completions, completion_ids, images, **columns):
+    return [
+        sum(token % 2 == (own == ["red.png"]) for token in ids) / len(ids) for ids, own in zip(completion_ids, images)
+    ]
 """
+ASKS = {"gemma3": "t5 <begin> t6"}
+ASK = "t92 <|image_pad|> t93 t5"  # Qwen's
 
 
-def asked(name: str, folder: pathlib.Path, home: pathlib.Path) -> pathlib.Path:
-    """The prompts of a reference as JSONL of texts with images beside it, and one without."""
-    from shardlm.tokenizer import Tokenizer
-
-    tokenizer, lines = Tokenizer.load(folder), []
-    for number, (ids, images) in enumerate(references.asks(name)):
-        paths = [f"{number}.{i}.png" for i in range(len(images))]
-        for path, image in zip(paths, images, strict=True):
-            Image.fromarray(image).save(home / path)
-        lines.append({"prompt": tokenizer.decode(ids, skip_special=False), "images": paths or None})
+def write(name: str, home: pathlib.Path) -> None:
+    """The prompts of a reference's run, their pictures and what judges replies."""
+    for colour, value in COLOURS.items():
+        Image.fromarray(np.full((16, 16, 3), value, np.uint8)).save(home / f"{colour}.png")
+    lines = [{"prompt": ASKS.get(name, ASK), "images": [f"{colour}.png"]} for colour in COLOURS]
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (home / "judge.py").write_text(JUDGE)
-    return home / "prompts.jsonl"
 
 
-def config_of(folder: pathlib.Path, home: pathlib.Path, mesh: MeshSpec, **changes: Any) -> RunConfig:
+def config_of(folder: pathlib.Path, home: pathlib.Path, mesh: MeshSpec, **grpo: Any) -> RunConfig:
     prompts = (str(home / "prompts.jsonl"),)
-    own = {"steps": 4, "global_batch": 8, "seq_len": 160, "mtp_loss": 0.0, **changes.pop("train", {})}
-    grpo = {"group_size": 4, "max_tokens": 6, "kv_cache_gib": 0.01, **changes.pop("grpo", {})}
-    config = RunConfig(
+    return RunConfig(
         Pretrained(str(folder), mtp=False),
         data=DataConfig(train=prompts, validation=prompts, tokenizer=str(folder)),
         mesh=mesh,
         precision="fp32",
         remat="none",
-        grpo=GrpoConfig((f"{home}/judge.py:even",), **grpo),
+        grpo=GrpoConfig(
+            (f"{home}/judge.py:colour",), **{"group_size": 4, "max_tokens": 4, "kv_cache_gib": 0.01} | grpo
+        ),
         optim=OptimConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.0, schedule="constant"),
-        train=TrainConfig(**own),
+        train=TrainConfig(global_batch=8, seq_len=32, mtp_loss=0.0),
     )
-    return dataclasses.replace(config, **changes)
 
 
 def task_of(config: RunConfig) -> Rewards:
-    return Rewards.prepared(
-        Program.make(config, config.mesh.build(jax.devices()[: config.mesh.size(*config.mesh.sizes())]))
-    )
+    devices = jax.devices()[: config.mesh.size(*config.mesh.sizes())]
+    return Rewards.prepared(Program.make(config, config.mesh.build(devices)))
 
 
 def steps(task: Rewards, count: int) -> tuple[list[dict[str, float]], Any]:
