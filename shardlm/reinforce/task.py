@@ -72,8 +72,11 @@ class Rewards:
         processes = f", of {len(copies)} processes" if len(copies) > 1 else ""
         held = f"; beta {grpo.beta}, {report.reference(self.program)}" if grpo.beta else ""
         names = ", ".join(reward.name for reward in self.judges.rewards)
+        images = sum(len(prompt.images) for prompt in self.train)
+        seen = f"; {images:,} images in prompts to train on" if self.program.seeing else ""
         return [
-            f"rewards: {names}; {len(self.train):,} prompts to train on, {len(self.validation):,} to validate{held}",
+            f"rewards: {names}; {len(self.train):,} prompts to train on, {len(self.validation):,} to validate"
+            f"{seen}{held}",
             f"run: {train.steps:,} steps of {groups} prompts x {grpo.group_size} replies of up to {grpo.max_tokens} "
             f"tokens, {train.steps * groups / grpo.updates / len(self.train):.2f} epochs; sampled by "
             f"{sum(copies)} copies over {grpo.tensor} devices each{processes}",

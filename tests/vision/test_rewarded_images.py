@@ -10,6 +10,7 @@ import pytest
 import references
 from rewarded import config_of, steps, task_of, write
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.reinforce.rows import images_of
@@ -33,7 +34,12 @@ def test_vectors_turns_and_layers_of_their_own_on_a_mesh(tmp_path):
     assert all(line["sampling_gap"] < CLOSE and abs(line["ratio"] - 1) < CLOSE for line in found[::2])
     assert mean(found[-8:], "reward") > 0.75 > 0.65 > mean(found[:8], "reward")
 
-    copies = [engine.runner.image_encoder.params for engine in task.judges.sampler._engines]
+    runners = [engine.runner for engine in task.judges.sampler._engines]
+    resting = jax.tree.leaves([(runner._state, runner._parts) for runner in runners])
+    assert resting and not any(isinstance(a, jax.Array) for a in resting)
+    assert "2 images in prompts to train on" in task.described(task.source())[0]
+
+    copies = [runner.image_encoder.params for runner in runners]
     held = {shard.device: shard.data for tree in copies for shard in jax.tree.leaves(tree)[0].addressable_shards}
     own = {shard.device: shard.data for shard in jax.tree.leaves(task.eyes)[0].addressable_shards}
     assert len(own) == 4
@@ -77,3 +83,12 @@ def test_adapters_and_the_checkpoint_as_it_was_see_the_same(tmp_path):
     found, _ = steps(task_of(config), 3)
     assert found[0]["divergence"] < 1e-9 < found[-1]["divergence"]
     assert all(line["sampling_gap"] < CLOSE for line in found)
+
+
+def test_a_ring_does_not_show_whole_images(tmp_path):
+    """Refused before anything compiles."""
+    folder = references.folder("gemma3", tmp_path)
+    write("gemma3", tmp_path)
+    config = dataclasses.replace(config_of(folder, tmp_path, MeshSpec(context=2)), context_attention="ring")
+    with pytest.raises(ShardlmError, match="set context_attention to ulysses"):
+        task_of(config)
