@@ -25,6 +25,7 @@ from shardlm.serve.build import build, facts_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.facts import ModelFacts
 from shardlm.serve.images import check_cut, images_of, of_engine, with_images
+from shardlm.serve.live_encoder import new_encoder
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.option_types import check_model
@@ -181,9 +182,10 @@ class AsyncLLM:
         runner = self._engine.runner
         drafts = await asyncio.to_thread(new_draft, draft, runner)
         params = await asyncio.to_thread(new_weights, weights, runner)
+        encoder = await asyncio.to_thread(new_encoder, weights, runner)
 
         def swap() -> int:
-            self._engine.update_weights(params, drafts)
+            self._engine.update_weights(params, drafts, encoder)
             now = self._engine.stats()
             return now.num_running + now.num_waiting  # which all wait, to be computed anew
 

@@ -28,6 +28,7 @@ from shardlm.serve.hf_tokenizer import HfTokenizer
 from shardlm.serve.image_parts import BadMessage, images_in
 from shardlm.serve.image_places import encoded, shown
 from shardlm.serve.images import check_cut, images_of, of_engine
+from shardlm.serve.live_encoder import new_encoder
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.media import MediaRules, files_here
 from shardlm.serve.messages import plain_text, rendered
@@ -263,12 +264,12 @@ class LLM:
     def update_weights(self, weights: Any, draft: Any = None) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft
         model, which without them stays: replies are the model's own in any case, and an old draft is right less often.
-        An encoder of images stays, also where the checkpoint has another. Nothing is compiled, and the prefix cache is
-        emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
+        A checkpoint's encoder of images comes with it; where it has none the old one stays. Nothing is compiled, and
+        the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
         with self._in_turn():
             runner = self.engine.runner
-            drafts = new_draft(draft, runner)
-            self.engine.update_weights(new_weights(weights, runner), drafts)
+            drafts, params = new_draft(draft, runner), new_weights(weights, runner)
+            self.engine.update_weights(params, drafts, new_encoder(weights, runner))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Nothing that was computed for earlier prompts is found again, as before a measurement. Whether that is so: no
