@@ -16,6 +16,12 @@ class Seen:
     vectors: jax.Array
     at: jax.Array
 
+    def past(self, layers: int, D: int) -> jax.Array | None:
+        """`vectors` as they are for the layers behind so many, of which those count that are added to the stream of D
+        numbers there; None where there are none."""
+        left = self.vectors[..., layers * D :]
+        return left if left.shape[-1] > D else None
+
     def embedded(self, x: jax.Array) -> jax.Array:
         """The stream that enters the first block, x [B, T, D], with the images' tokens in it."""
         own = jax.reshard(self.vectors[..., : x.shape[-1]].astype(x.dtype), jax.typeof(x).sharding.spec)
