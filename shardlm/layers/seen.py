@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-VECTORS, SEEN, TURNS, UNTIL = "vectors", "seen", "turns", "until"  # of packed rows that images stand in (Packed.of_rows)
+# Of packed rows that images stand in (Packed.of_rows).
+VECTORS, SEEN, TURNS, UNTIL = "vectors", "seen", "turns", "until"
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +31,12 @@ class Seen:
         if self.vectors.shape[-1] == width:
             return {}
         return {VECTORS: self.vectors, SEEN: self.at.astype(jnp.int32)}
+
+    def past(self, layers: int, D: int) -> jax.Array | None:
+        """`vectors` as they are for the layers behind so many, of which those count that are added to the stream of D
+        numbers there; None where there are none."""
+        left = self.vectors[..., layers * D :]
+        return left if left.shape[-1] > D else None
 
     def embedded(self, x: jax.Array) -> jax.Array:
         """The stream that enters the first block, x [B, T, D], with the images' tokens in it."""

@@ -45,8 +45,6 @@ def _cannot(config: EngineConfig, sight: Sight | None) -> str:
     """Why a model is not to see; "" where it can."""
     if sight is None:
         return "no encoder of it is known here"
-    if config.mesh.pipeline > 1:
-        return f"pipeline={config.mesh.pipeline} has stages"
     if config.deterministic and sight.whole:
         return "deterministic=True reads each token alone, and those of an image see the ones after them"
     return ""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.vision.asked import check_most, edges_asked, number_asked
 from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels, edges, known_by, patches, places
 from shardlm.vision.picture import Picture
 
@@ -30,6 +31,15 @@ class PixtralImages:
         size = edges(told, {"longest_edge": image_size})
         longest = size.get("longest_edge") or min(size["height"], size["width"])
         return cls(longest, patch, merge, Pixels.told(told, mean=CLIP_MEAN, std=CLIP_STD))
+
+    def asked(self, how: Mapping[str, Any]) -> "PixtralImages":
+        """As a request wants its images, of which none has a longer side than the longest here: size with longest_edge,
+        or height and width. Raises ShardlmError."""
+        size = edges_asked(how, ("longest_edge", "height", "width"))
+        each = [number_asked(f"size {name}", value) for name, value in size.items()]
+        longest = size.get("longest_edge") or min(each, default=self.longest)
+        check_most("size longest_edge", longest, self.longest)
+        return dataclasses.replace(self, longest=longest)
 
     @property
     def side(self) -> int:

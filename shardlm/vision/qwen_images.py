@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.vision.asked import check_most, edges_asked, number_asked
 from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels, known_by, patches, places
 from shardlm.vision.picture import Picture
 
@@ -50,6 +51,20 @@ class QwenImages:
             raise ShardlmError(f"the folder's images have {fewest} to {most} pixels; the second needs {least} or more")
         return cls(fewest, most, patch, merge, Pixels.told(told, mean=CLIP_MEAN, std=CLIP_STD), window, side)
 
+    def asked(self, how: Mapping[str, Any]) -> "QwenImages":
+        """As a request wants its images, of which none has more pixels than the largest here: min_pixels and
+        max_pixels, or size with shortest_edge and longest_edge, which are other names of them. Raises ShardlmError."""
+        size = edges_asked(how, ("shortest_edge", "longest_edge"))
+        fewest = number_asked("min_pixels", how.get("min_pixels", size.get("shortest_edge", self.fewest)))
+        most = number_asked("max_pixels", how.get("max_pixels", size.get("longest_edge", self.most)))
+        check_most("max_pixels", most, self.most)
+        if most < (least := max(fewest, (self.patch * self.merge) ** 2)):
+            raise ShardlmError(
+                f"mm_processor_kwargs makes images of min_pixels={fewest} to max_pixels={most}; the second must be "
+                f"{least} or more"
+            )
+        return dataclasses.replace(self, fewest=fewest, most=most)
+
     @property
     def most_patches(self) -> int:
         """Of an image, but for one that is almost a line."""
@@ -82,7 +97,8 @@ class QwenImages:
         grid = rows // self.merge, columns // self.merge
         if self.window:
             inputs = in_windows(inputs, grid, self.window, self.merge**2)
-        return Picture(inputs, grid, known_by(pixels, self))
+        bounds_apart = dataclasses.replace(self, fewest=0, most=0)  # which show in the pixels
+        return Picture(inputs, grid, known_by(pixels, bounds_apart))
 
 
 def resized_to(height: int, width: int, factor: int, fewest: int, most: int) -> tuple[int, int]:

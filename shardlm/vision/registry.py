@@ -1,5 +1,6 @@
 """The families that see, by the `model_type` of config.json."""
 
+import dataclasses
 import importlib
 import pathlib
 import types
@@ -52,7 +53,8 @@ def sight_of(
         takes = f"takes {', '.join(known)}" if known else "has images of one size"
         raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {takes}; leave it out")
     try:
-        return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
+        found = importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
+        return found and dataclasses.replace(found, asks=known)
     except ShardlmError as error:
         raise ShardlmError(f"{error}. {TEXT_ALONE}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -80,7 +80,7 @@ def _read(leaf: _Leaf, stored: Mapping, dtype: np.dtype) -> np.ndarray:
 
 
 def _placed(a: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: a[index])
+    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: a[index], dtype=target.dtype)
 
 
 def _check(leaves: Sequence[_Leaf], stored: Mapping, tensors: Tensors) -> None:

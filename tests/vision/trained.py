@@ -1,7 +1,6 @@
 """Packed rows of prompts with images, as runs are given them."""
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 
 import numpy as np
