@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
         values [layers that have them, ...])."""
         x = self.embed(tokens, positions)
         if ctx.seen is not None:
-            x = ctx.seen.embedded(x)
+            x = ctx.seen.embedded(x, self.config.embed_dim)
         if self.config.hashed:
             ctx = dataclasses.replace(ctx, tokens=tokens)
         if self.config.ngrams:
