@@ -46,9 +46,12 @@ from shardlm.weight_copies import Readable, check_copies, copies
 Tree = Any
 # In published checkpoints, and not part of the language model: buffers, the halves of what also sees, and ERNIE's
 # modules that predict further tokens.
+# How names begin in the files of language models without a head.
+BARE = ("layers.", "embed_tokens", "norm.", "embedding_norm.", "per_layer_", "altup_", "hyper_connection_mixer.")
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector|visual|connector|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\."
+    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector|visual|connector|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\.|"
+    r"(^|\.)image_newline$|^(model\.)?(mlp_AR|projector)\."
 )
 
 
@@ -154,7 +157,7 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
             continue
         name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.(language|text)_model\.", "", name)
         name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
-        if name.startswith(("layers.", "embed_tokens", "norm.", "per_layer_", "altup_", "hyper_connection_mixer.")):
+        if name.startswith(BARE):
             name = f"model.{name}"
         if re.match(r"(h\.\d|wte|wpe|ln_f)", name):
             name = f"transformer.{name}"

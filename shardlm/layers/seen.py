@@ -38,9 +38,11 @@ class Seen:
         left = self.vectors[..., layers * D :]
         return left if left.shape[-1] > D else None
 
-    def embedded(self, x: jax.Array) -> jax.Array:
-        """The stream that enters the first block, x [B, T, D], with the images' tokens in it."""
-        own = jax.reshard(self.vectors[..., : x.shape[-1]].astype(x.dtype), jax.typeof(x).sharding.spec)
+    def embedded(self, x: jax.Array, width: int) -> jax.Array:
+        """What enters the first block, x [B, T, D] or several streams that begin alike, D of `width` each, with the
+        images' tokens in it."""
+        own = jnp.tile(self.vectors[..., :width].astype(x.dtype), x.shape[-1] // width)
+        own = jax.reshard(own, jax.typeof(x).sharding.spec)
         return jnp.where(self._at(x), own, x)
 
     def named(self, tokens: jax.Array) -> jax.Array:

@@ -36,9 +36,9 @@ def to_hf(
     ema: bool = False,
     merge: bool = False,
 ) -> None:
-    """A checkpoint as a folder that `transformers` opens, with what sees where it began with one that does; of adapters,
-    one that PEFT opens, or with `merge` their sum with the weights that they stand on. Raises ShardlmError for a model
-    that Hugging Face has no architecture for, and where `output` exists."""
+    """A checkpoint as a folder that `transformers` opens, with what sees where it began with one that does; of
+    adapters, one that PEFT opens, or with `merge` their sum with the weights that they stand on. Raises ShardlmError
+    for a model that Hugging Face has no architecture for, and where `output` exists."""
     if dtype not in DTYPES:
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
     # Sums of weights and adapters are rounded as weights are held: in full where that is asked for.

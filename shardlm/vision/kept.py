@@ -1,5 +1,5 @@
-"""A checkpoint whose language model was trained further, written whole: the part that sees as it was, and the names that
-the checkpoint has for both."""
+"""A checkpoint whose language model was trained further, written whole: the part that sees as it was, and the names
+that the checkpoint has for both."""
 
 import dataclasses
 import functools

@@ -14,21 +14,29 @@ from shardlm.vision.sight import Sight
 TEXT_ALONE = 'limit_mm_per_prompt={"image": 0} serves its text without'
 
 FAMILIES = {
+    "cohere2_vision": "cohere2",
     "exaone4_5": "qwen",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next"), "glm"),
     "idefics3": "smolvlm",
     "internvl": "internvl",
     "kimi_k25": "kimi",
+    "lfm2_vl": "lfm2",
     "llama4": "llama4",
     "llava": "llava",
+    **dict.fromkeys(("llava_next", "llava_onevision"), "llava_next"),
     "mistral3": "pixtral",
+    "paddleocr_vl": "paddle",
     "mistral_large4": "pixtral",
     "smolvlm": "smolvlm",
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), "qwen"
+    ),
 }
 # How large images become, of families that read them in any size.
-SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "pixtral": ("size",)}
+SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
+SIZES["paddle"] = SIZES["qwen"]
 
 
 def sees(options: Mapping[str, Any]) -> bool:

@@ -26,6 +26,8 @@ class Sight:
              takes: DeepStack (https://arxiv.org/abs/2511.21631). A vector has (1 + deep) * D numbers
     axes     whether tokens have positions on three axes (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1)
     whole    whether the tokens of an image see all of it, those after them too (Gemma 3)
+    fewer    whether an image may have fewer vectors than its patches make: what is around it is left out, or they are
+             made fewer
     joins    (a token, the next): the one that tokenizers write for both, where an image's first or last meets what is
              beside it
     asks     names by which a request may have its images prepared otherwise (`asked`)
@@ -41,11 +43,14 @@ class Sight:
     deep: int = 0
     axes: bool = False
     whole: bool = False
+    fewer: bool = False
     joins: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     asks: tuple[str, ...] = ()
 
     def up_to(self, vectors: int) -> "Sight":
         """With programs for images of so many vectors, and no longer ones than that takes."""
+        if self.fewer:
+            return self
         enough = next((size for size in self.sizes if size >= vectors * self.merged), self.sizes[-1])
         return dataclasses.replace(self, sizes=tuple(size for size in self.sizes if size <= enough))
 

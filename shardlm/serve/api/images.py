@@ -11,7 +11,7 @@ from shardlm.serve.api.service import Call
 from shardlm.serve.images import Images, check_tokens
 from shardlm.serve.media import file_at
 from shardlm.serve.messages import Message
-from shardlm.vision.image_parts import BadMessage, Sent, images_in
+from shardlm.vision.image_parts import SEEING, BadMessage, Sent, images_in
 from shardlm.vision.picture import Picture
 
 AT_ONCE = 8  # images of a request that are fetched; then it is seen whether there is room for more
