@@ -165,7 +165,6 @@ def through(
 ) -> tuple[Transformer, jax.Array, Pages]:
     """(the stage's layers, what leaves them [B, T, D], pages)."""
     lm = stage.lm(params)
-    x = lm.embed(entering, positions) if stage.first else entering
-    x = ctx.seen.embedded(x) if stage.first and ctx.seen is not None else x
+    x = lm.enter(entering, positions, ctx) if stage.first else entering
     x, pages, _ = lm.run(x, positions, ctx, pages)
     return lm, x, pages
