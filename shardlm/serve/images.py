@@ -60,8 +60,8 @@ class Images:
         return self.sight.asked(how or {}).prepare
 
     def prepared(self, image: Any, prepare: Prepare | None = None) -> Picture:
-        """Of what `pixels_of` takes, or a Picture itself; as usual, or by what `preparing` gave. Raises ShardlmError for
-        what is no image, or cannot be prepared."""
+        """Of what `pixels_of` takes, or a Picture itself; as usual, or by what `preparing` gave. Raises ShardlmError
+        for what is no image, or cannot be prepared."""
         if isinstance(image, Picture):
             return image
         prepare = prepare or self.sight.prepare
