@@ -121,7 +121,7 @@ WITH_OTHERS = ("idefics3", "internvl", "llava", "llava_next", "llava_onevision",
 OF_AXES = ("mrope_section", "mrope_interleaved")
 # Whose pairs belong to the three axes in turn, and how many to each where config.json does not say.
 IN_TURN = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)) | dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe", "qwen4_exp"), (11, 11, 10)
+    ("qwen3_5", "qwen3_5_moe"), (11, 11, 10)
 )
 OF_BOTH = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 TOKENS = tuple(f"{name}_token_id" for name in ("image", "video", "vision", "vision_start", "vision_end"))

@@ -29,9 +29,7 @@ FAMILIES = {
     "paddleocr_vl": "paddle",
     "mistral_large4": "pixtral",
     "smolvlm": "smolvlm",
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), "qwen"
-    ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }
 # How large images become, of families that read them in any size.
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
