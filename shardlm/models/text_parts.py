@@ -22,6 +22,7 @@ SEEING = {
     "internvl": "",
     "kimi_k25": "deepseek_v3",
     "lfm2_vl": "",
+    "lighton_ocr": "",
     "llama4": "llama4_text",
     "llava": "",
     "llava_next": "",
@@ -49,11 +50,12 @@ USUAL = {
     "glm46v": "glm4v_text",
     "internvl": "qwen2",
     "lfm2_vl": "lfm2",
+    "lighton_ocr": "qwen3",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
     **dict.fromkeys(("idefics3", "llava", "llava_next", "smolvlm"), "llama"),
 }
-TIED = ("cohere2_vision", "lfm2_vl", "paddleocr_vl")  # where config.json does not say otherwise of all
+TIED = ("cohere2_vision", "lfm2_vl", "lighton_ocr", "paddleocr_vl")  # where config.json does not say otherwise of all
 ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",

@@ -22,6 +22,7 @@ FAMILIES = {
     "internvl": "internvl",
     "kimi_k25": "kimi",
     "lfm2_vl": "lfm2",
+    "lighton_ocr": "pixtral",
     "llama4": "llama4",
     "llava": "llava",
     **dict.fromkeys(("llava_next", "llava_onevision"), "llava_next"),
