@@ -57,7 +57,7 @@ class PixtralImages:
         if min(found) < self.patch * self.merge:
             raise ShardlmError(
                 f"an image becomes {found[1]} x {found[0]} pixels, and the model makes vectors of squares of "
-                f"{self.patch * self.merge}; crop it"
+                f"{self.patch * self.merge}; crop it, or make it larger"
             )
         return found
 
