@@ -20,7 +20,7 @@ NAMES = ("glm4v", "lfm2_vl", *(pytest.param(name, marks=WIDE) for name in (
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_written_alone(name, tmp_path):
     opened = shardlm.load(references.folder(name, tmp_path), dtype="float32")
-    convert.to_hf(tmp_path / name, tmp_path / "written")
+    convert.to_hf(tmp_path / name, tmp_path / "written", "float32")
     back = shardlm.load(tmp_path / "written", dtype="float32")
     assert not any("vis" in option for option in back.source.options)
     assert jax.tree.all(jax.tree.map(np.array_equal, back.params, opened.params))
