@@ -26,6 +26,7 @@ FAMILIES = {
     "llama4": "llama4",
     "llava": "llava",
     **dict.fromkeys(("llava_next", "llava_onevision"), "llava_next"),
+    "minimax_m3_vl": "minimax",
     "mistral3": "pixtral",
     "paddleocr_vl": "paddle",
     "mistral_large4": "pixtral",
@@ -34,7 +35,7 @@ FAMILIES = {
 }
 # How large images become, of families that read them in any size.
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
-SIZES["paddle"] = SIZES["qwen"]
+SIZES |= {"minimax": SIZES["qwen"], "paddle": SIZES["qwen"]}
 
 
 def sees(options: Mapping[str, Any]) -> bool:
