@@ -50,8 +50,8 @@ Tree = Any
 BARE = ("layers.", "embed_tokens", "norm.", "embedding_norm.", "per_layer_", "altup_", "hyper_connection_mixer.")
 NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector|visual|connector|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\.|"
-    r"(^|\.)image_newline$|^(model\.)?(mlp_AR|projector)\."
+    r"(^|\.)(vision_tower|vision_model|vision_encoder|vision_projection|multi_modal_projector|mm_projector|vit_large_projector|visual|connector|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\.|"
+    r"(^|\.)image_newline$|^(model\.)?(mlp_AR|projector|patch_merge_mlp)\."
 )
 
 

@@ -22,6 +22,7 @@ SEEING = {
     "internvl": "",
     "kimi_k25": "deepseek_v3",
     "lfm2_vl": "",
+    "lighton_ocr": "",
     "llama4": "llama4_text",
     "llava": "",
     "llava_next": "",
@@ -49,11 +50,12 @@ USUAL = {
     "glm46v": "glm4v_text",
     "internvl": "qwen2",
     "lfm2_vl": "lfm2",
+    "lighton_ocr": "qwen3",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
     **dict.fromkeys(("idefics3", "llava", "llava_next", "smolvlm"), "llama"),
 }
-TIED = ("cohere2_vision", "lfm2_vl", "paddleocr_vl")  # where config.json does not say otherwise of all
+TIED = ("cohere2_vision", "lfm2_vl", "lighton_ocr", "paddleocr_vl")  # where config.json does not say otherwise of all
 ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -121,7 +123,7 @@ WITH_OTHERS = ("idefics3", "internvl", "llava", "llava_next", "llava_onevision",
 OF_AXES = ("mrope_section", "mrope_interleaved")
 # Whose pairs belong to the three axes in turn, and how many to each where config.json does not say.
 IN_TURN = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)) | dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe", "qwen4_exp"), (11, 11, 10)
+    ("qwen3_5", "qwen3_5_moe"), (11, 11, 10)
 )
 OF_BOTH = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 TOKENS = tuple(f"{name}_token_id" for name in ("image", "video", "vision", "vision_start", "vision_end"))

@@ -21,8 +21,8 @@ NEWLINE = 0  # of `near`, in which vectors of patches are counted from 1
 
 @dataclasses.dataclass(frozen=True)
 class AnyresImages:
-    """side: pixels of a tile's; canvases: (height, width) in pixels; patch: pixels of a patch's side; most: tiles as
-    whose vectors those of an image are at most, 0: it has all."""
+    """side: pixels of a tile's, of which the encoder reads whole patches; canvases: (height, width) in pixels; patch:
+    pixels of a patch's side; most: tiles as whose vectors those of an image are at most, 0: it has all."""
 
     side: int
     canvases: tuple[tuple[int, int], ...]
@@ -121,7 +121,9 @@ class AnyresImages:
         tiles = canvas[0] // self.side, canvas[1] // self.side
         shown = self._patches(self.shown(height, width, (tiles[0] * self.across, tiles[1] * self.across)), tiles[1])
         near, shares = self._near(shown)
-        inputs = tile_inputs(map(self.pixels.numbers, every), self.patch, 1) | {"near": near, "shares": shares}
+        read = self.across * self.patch
+        numbers = (self.pixels.numbers(tile)[:read, :read] for tile in every)
+        inputs = tile_inputs(numbers, self.patch, 1) | {"near": near, "shares": shares}
         rows = max(map(len, inputs.values()))
         padded = {n: np.pad(a, [(0, rows - len(a)), *[(0, 0)] * (a.ndim - 1)]) for n, a in inputs.items()}
         return TiledPicture(padded, (1, len(near)), known_by(pixels, self), tiles)

@@ -33,7 +33,8 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
             raise ShardlmError(f"config.json has vision_aspect_ratio={told!r}; supported: {AT_MOST}9 and other numbers")
         most = int(told[len(AT_MOST) :])
     canvases = options.get("image_grid_pinpoints") or (ONEVISION if one else NEXT)
-    images = AnyresImages.told(processing(folder, asked), eyes.patch * eyes.across, eyes.patch, canvases, most)
+    side = options["vision_config"].get("image_size") or usual["image_size"]
+    images = AnyresImages.told(processing(folder, asked), side, eyes.patch, canvases, most)
     token = llava.token_of(options, 151_646 if one else 32_000)
 
     def tokens(picture) -> list[int]:

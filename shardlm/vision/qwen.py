@@ -1,7 +1,7 @@
 """The encoders of Qwen's models that see: those of Qwen2-VL (https://arxiv.org/abs/2409.12191, section 2.1), Qwen2.5-VL
 (windows; https://arxiv.org/abs/2502.13923, section 2.1.1), Qwen3-VL (learned positions, DeepStack;
-https://arxiv.org/abs/2511.21631) and Qwen 3.5 and Qwen4-Exp, which have Qwen3-VL's; and that of EXAONE 4.5, which is
-Qwen2.5-VL's with fewer heads of keys and values."""
+https://arxiv.org/abs/2511.21631) and Qwen 3.5, which has Qwen3-VL's; and that of EXAONE 4.5, which is Qwen2.5-VL's
+with fewer heads of keys and values."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ from shardlm.vision.tower_weights import Tensors
 
 LAYER, RMS = NormConfig("layer", 1e-6), NormConfig("rms", 1e-6)
 IMAGE = 151_655  # the token, where a config.json does not say
-OF_3_5 = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+OF_3_5 = ("qwen3_5", "qwen3_5_moe")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,20 +23,20 @@ FAMILIES = {
     "internvl": "internvl",
     "kimi_k25": "kimi",
     "lfm2_vl": "lfm2",
+    "lighton_ocr": "pixtral",
     "llama4": "llama4",
     "llava": "llava",
     **dict.fromkeys(("llava_next", "llava_onevision"), "llava_next"),
+    "minimax_m3_vl": "minimax",
     "mistral3": "pixtral",
     "paddleocr_vl": "paddle",
     "mistral_large4": "pixtral",
     "smolvlm": "smolvlm",
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), "qwen"
-    ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }
 # How large images become, of families that read them in any size.
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
-SIZES["paddle"] = SIZES["qwen"]
+SIZES |= {"minimax": SIZES["qwen"], "paddle": SIZES["qwen"]}
 
 
 def sees(options: Mapping[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 """Small random checkpoints of families with Qwen's encoders, and what transformers is given of images."""
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +31,6 @@ LINEAR = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OF_2_5 = {"hidden_size": 48, "intermediate_size": 56, "out_hidden_size": 32, "window_size": 16}
 OF_2_5 |= OF_ALL | {"fullatt_block_indexes": [1, 3]}
-QWEN4 = json.loads((pathlib.Path(__file__).parents[1] / "hf" / "references" / "qwen4_exp" / "config.json").read_text())
-QWEN4["max_position_embeddings"] = 256
 # model_type -> (class of its configuration, options of the text beside TEXT, vision_config)
 FAMILIES = {
     "qwen2_vl": ("Qwen2VL", {}, OF_ALL | {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 32}),
@@ -46,7 +43,6 @@ FAMILIES = {
     "qwen3_vl": ("Qwen3VL", {"head_dim": 8}, OF_3 | {"deepstack_visual_indexes": [0, 2]}),
     "qwen3_vl_moe": ("Qwen3VLMoe", {"head_dim": 8, **EXPERTS}, OF_3 | {"deepstack_visual_indexes": [1]}),
     "qwen3_5": ("Qwen3_5", {"head_dim": 8, **LINEAR}, OF_3),
-    "qwen4_exp": ("Qwen4Exp", QWEN4, OF_3),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
         {"head_dim": 8, "shared_expert_intermediate_size": 16, **LINEAR, **EXPERTS},
@@ -65,7 +61,6 @@ def folder_of(kind: str, path: pathlib.Path):
     name, own, vision = FAMILIES[kind]
     ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
     rope = dict(MROPE) if kind != "exaone4_5" else {"rope_theta": 10_000.0, "rope_type": "default"}
-    rope |= {"partial_rotary_factor": 0.5} if kind == "qwen4_exp" else {}
     text = {**TEXT, **own, "rope_parameters": rope}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=dict(vision), **ids)
     model = drawn(getattr(transformers, f"{name}ForConditionalGeneration")(config))

@@ -22,7 +22,12 @@ transformers = pytest.importorskip("transformers", reason="what transformers mad
 IMAGES = [(40, 40), (24, 72), (90, 21), (5, 7)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+OFTEN = ("glm4v", "glm_ocr")  # the others repeat these
+
+
+@pytest.fixture(
+    scope="module", params=[kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.wide) for kind in FAMILIES]
+)
 def seen(request, tmp_path_factory):
     """(the folder's eyes, transformers' model) of each family."""
     model = made(request.param)

@@ -7,6 +7,7 @@ import pytest
 from seeing import Eyes, close, lively, noise, written
 from served import SIZES, Family, asked, drawn, held_to_transformers, replies, with_tokenizer
 
+import shardlm
 from shardlm import LLM
 from shardlm.errors import ShardlmError
 from shardlm.models import registry
@@ -75,7 +76,7 @@ def test_sight(eyes):
     assert sight.tokens(sight.prepare(noise(40, 40))) == [TOKEN] * 25 and sight.sizes == (256,)
 
 
-def test_as_published(model, tmp_path):
+def test_as_published(eyes, model, tmp_path):
     """With the text's options beside all others, and tensors as PaddlePaddle calls them."""
     from safetensors.numpy import load_file, save_file
 
@@ -94,9 +95,9 @@ def test_as_published(model, tmp_path):
     aside = {"visual.vision_model.head.probe": np.ones((1, 1, 32), np.float32)}
     aside["visual.vision_model.embeddings.packing_position_embedding.weight"] = np.ones((9, 32), np.float32)
     save_file(found | aside, folder / "model.safetensors")
-    with_tokenizer(folder, 64, {"<image>": TOKEN})
-    asks = [([2, 5, TOKEN, 6], [noise(24, 32)])]
-    assert len(replies(asked(LLM(folder, **SIZES), asks))[0]) == 6
+    assert shardlm.load(folder).model.config == registry.transformer(config)
+    picture = eyes.sight.prepare(noise(24, 32))
+    np.testing.assert_array_equal(Eyes(folder).vectors(picture), eyes.vectors(picture))
     with pytest.raises(ShardlmError, match="spin=1"):
         sight_of(folder, flat | {"vision_config": flat["vision_config"] | {"spin": 1}})
 
