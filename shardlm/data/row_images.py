@@ -2,7 +2,7 @@
 for. Which row has which tokens is packing.py's."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,14 @@ class ImageAt:
     patches  that the encoder reads
     picture  reads and prepares it. Raises ShardlmError that names shard and document where its file is damaged, and
              where it is no longer prepared as it was when its tokens were made
+    same     what all that are one image have in common; None: it is like no other
     """
 
     row: int
     takes: np.ndarray
     patches: int
     picture: Callable[[], Picture]
+    same: Hashable = None
 
 
 Look = Callable[[Sequence[ImageAt]], Any]
@@ -40,7 +42,8 @@ Look = Callable[[Sequence[ImageAt]], Any]
 
 def image_at(shards: TokenShards, image: ShownImage, row: int, place: int, sight: Sight) -> ImageAt:
     """`place`: of its first token in the row."""
-    return ImageAt(row, shards.takes(image) + place, image.patches, lambda: _picture(shards, image, sight))
+    takes, same = shards.takes(image) + place, shards.file_at(image)
+    return ImageAt(row, takes, image.patches, lambda: _picture(shards, image, sight), same)
 
 
 def turns_of(images: Sequence[ShownImage], start: int, length: int) -> np.ndarray:

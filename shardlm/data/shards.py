@@ -216,6 +216,11 @@ class TokenShards:
             raise _damaged(self._paths[image.shard][0], what)
         return found
 
+    def file_at(self, image: ShownImage) -> tuple[int, int]:
+        """Where its file is, which a shard has once: (shard, byte)."""
+        *_, offset, _ = self._images[image.shard].index[image.number].item()
+        return image.shard, offset
+
     def image_file(self, image: ShownImage) -> bytes:
         """As it came.
 

@@ -52,7 +52,7 @@ class Judges:
         begun = time.monotonic()
         own = share(len(prompts), self.sampler.copies, jax.process_index())
         with self.sampler.holding(params, frozen):
-            outputs = self.sampler.sample([prompt.tokens for prompt in prompts[own]], asked[own])
+            outputs = self.sampler.sample([prompt.asked for prompt in prompts[own]], asked[own])
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # of all, whoever has which
         found = judge(self.rewards, prompts[own], outputs, list(names)), time.monotonic() - begun
         every = [pickle.loads(said) for said in texts_of_all(pickle.dumps(found))]

@@ -10,10 +10,9 @@ from shardlm.errors import ShardlmError
 from shardlm.reinforce.judged import Groups, Judges, described, totals
 from shardlm.reinforce.prompts import Order
 from shardlm.reinforce.rewards import advantages
-from shardlm.reinforce.rows import Reply, length_of, rows_of
+from shardlm.reinforce.rows import Reply, images_of, length_of, rows_of
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import TrainState
-from shardlm.train.batches import to_devices
 from shardlm.train.program import Program
 
 
@@ -23,8 +22,9 @@ class Rollouts:
 
     waits_for = "sampling"
 
-    def __init__(self, program: Program, judges: Judges, order: Order):
-        self._program, self._judges, self._order = program, judges, order
+    def __init__(self, program: Program, judges: Judges, order: Order, eyes: Any = None):
+        """`eyes`: the weights that read the images of prompts, None where they have none."""
+        self._program, self._judges, self._order, self._eyes = program, judges, order, eyes
         self._taken = 0  # prompts
         self._replies: list[Reply] = []
         self._left = 0  # updates that are still made with them
@@ -46,9 +46,12 @@ class Rollouts:
             self._replies, self._told = self._sample(state)
             self._left = grpo.updates
         self._left -= 1
-        batch = rows_of(self._replies, train.global_batch, train.seq_len, train.accumulation, grpo.loss)
-        rows = tuple(range(train.global_batch))
-        return to_devices(batch, rows, self._program.batch_sharding, self._program.slots), self._told
+        sizes, seeing = (train.global_batch, train.seq_len, train.accumulation), self._program.seeing
+        batch = rows_of(self._replies, *sizes, grpo.loss, bool(seeing and seeing.sight.axes))
+        if seeing:
+            images = images_of(self._replies, *sizes, self._judges.sampler.prepare)
+            batch["images"] = seeing.readers(self._program.slots)(images)
+        return self._program.on_devices(batch, tuple(range(train.global_batch)), self._eyes), self._told
 
     def _sample(self, state: TrainState) -> tuple[list[Reply], dict[str, float]]:
         config = self._program.config
@@ -65,7 +68,7 @@ class Rollouts:
         rewards = totals(groups, names)
         gains = advantages(rewards, grpo.scale_rewards)
         replies = [
-            Reply(prompt.tokens, judged.tokens, judged.logprobs, gain, taught)
+            Reply(prompt.tokens, judged.tokens, judged.logprobs, gain, taught, prompt.images)
             for prompt, group, *of in zip(prompts, groups, gains.tolist(), self._taught(groups, rewards), strict=True)
             for judged, gain, taught in zip(group, *of, strict=True)
         ]
@@ -82,7 +85,7 @@ class Rollouts:
         return (~np.isnan(rewards) & ~(cut & self._program.config.grpo.mask_truncated)).tolist()
 
     def get_state(self) -> dict[str, Any]:
-        pending = [dataclasses.asdict(reply) for reply in self._replies] if self._left else []
+        pending = [_said(reply) for reply in self._replies] if self._left else []
         told = self._told if self._left else {}
         return {"taken": self._taken, "left": self._left, "replies": pending, "told": told} | self._identity()
 
@@ -96,9 +99,13 @@ class Rollouts:
                 f"the saved position in the prompts does not fit this run: {'; '.join(differing)}. Restore those "
                 "settings, or start a new run from the checkpoint's weights"
             )
+        each = self._program.config.grpo.group_size
+        prompts = self._order.take(state["taken"] - len(state["replies"]) // each, len(state["replies"]) // each)
         replies = [
-            Reply(tuple(r["prompt"]), tuple(r["tokens"]), tuple(r["logprobs"]), r["advantage"], r["taught"])
-            for r in state["replies"]
+            Reply(tuple(r["prompt"]), tuple(r["tokens"]), tuple(r["logprobs"]), r["advantage"], r["taught"], images)
+            for r, images in zip(
+                state["replies"], (prompt.images for prompt in prompts for _ in range(each)), strict=True
+            )
         ]
         longest, seq_len = max((length_of(reply) for reply in replies), default=0), self._program.config.train.seq_len
         if longest > seq_len:
@@ -126,6 +133,11 @@ def _deviation(rewards: np.ndarray) -> float:
     """Of a group, of those that were judged."""
     judged = rewards[~np.isnan(rewards)]
     return float(judged.std()) if len(judged) else 0.0
+
+
+def _said(reply: Reply) -> dict[str, Any]:
+    """All but its images, which its prompt has."""
+    return {field.name: getattr(reply, field.name) for field in dataclasses.fields(reply) if field.name != "images"}
 
 
 def _seed(seed: int, number: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.merge import added
@@ -24,11 +24,14 @@ from shardlm.reinforce.copied_weights import CopiedWeights, of_copies
 from shardlm.serve.engine import Engine
 from shardlm.serve.llm import LLM
 from shardlm.serve.outputs import CompletionOutput, whole
+from shardlm.serve.prompts import Prompt
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.rest import rest
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig
+from shardlm.train.seeing import prepared_as
+from shardlm.vision.picture import Picture
 
 MAX_ROWS = 256  # that a copy samples at once; no more than its share of the replies, so that fewer programs compile
 
@@ -49,9 +52,9 @@ class Sampler:
     copies: tuple[int, ...]
 
     @classmethod
-    def make(cls, config: RunConfig, model: ModelDef, mesh: Mesh) -> "Sampler":
-        """Of config.model's checkpoint, over all devices of the mesh that trains; says how far compiling is. Raises
-        ShardlmError for what does not fit."""
+    def make(cls, config: RunConfig, model: ModelDef, mesh: Mesh, sees: bool = False) -> "Sampler":
+        """Of config.model's checkpoint, over all devices of the mesh that trains; says how far compiling is. `sees`:
+        some prompts have images. Raises ShardlmError for what does not fit."""
         grpo, first = config.grpo, jax.process_index() == 0
         devices = physical_order(list(mesh.devices.flat))
         copies = copies_of([device.process_index for device in devices], grpo.tensor)
@@ -70,7 +73,8 @@ class Sampler:
             quantization="dtype",
             max_model_len=config.train.seq_len,
             kv_cache_bytes=int(grpo.kv_cache_gib * 2**30 * len(own)),
-            limit_mm_per_prompt={"image": 0},  # prompts are texts, and an encoder would not rest with the copies
+            # An encoder is held while a step trains, too: it reads the images of rows (`eyes`).
+            **({"mm_processor_kwargs": prepared_as(config)} if sees else {"limit_mm_per_prompt": {"image": 0}}),
         )
         every = MeshSpec(data=sum(copies), tensor=grpo.tensor).build(devices)
         made = cls(llm, model, CopiedWeights.of(llm.engine.runner, every), copies)
@@ -81,6 +85,21 @@ class Sampler:
     def _engines(self) -> tuple[Engine, ...]:
         engine = self.llm.engine
         return engine.engines if isinstance(engine, EngineGroup) else (engine,)
+
+    def eyes(self, mesh: Mesh) -> Any:
+        """The weights of the encoder of images, which all copies hold whole on each device, as arrays over the mesh
+        that trains: in the same memory."""
+        place = NamedSharding(mesh, PartitionSpec())
+
+        def over(*copies: jax.Array) -> jax.Array:
+            shards = [shard.data for copy in copies for shard in copy.addressable_shards]
+            return jax.make_array_from_single_device_arrays(copies[0].shape, place, shards)
+
+        return jax.tree.map(over, *(engine.runner.image_encoder.params for engine in self._engines))
+
+    def prepare(self, file: bytes) -> Picture:
+        """An image as the encoder reads it; those that copies were shown last are prepared already."""
+        return self.llm.prepared(file)
 
     @contextlib.contextmanager
     def holding(self, params: Any, frozen: Any) -> Iterator[None]:
@@ -117,14 +136,13 @@ class Sampler:
         for engine in self._engines:
             rest(engine)
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> list[list[CompletionOutput]]:
-        """The replies to each prompt, by as many copies as can be. Raises EngineError where one broke."""
+    def sample(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[list[CompletionOutput]]:
+        """The replies to each prompt (serve/prompts.py), by as many copies as can be. Raises EngineError where one
+        broke."""
         if not prompts:
             return []
         parts = [parts_of(one, len(prompts), len(self._engines)) for one in params]
-        asked = [{"prompt_token_ids": list(ids)} for ids, own in zip(prompts, parts, strict=True) for _ in own]
+        asked = [prompt for prompt, own in zip(prompts, parts, strict=True) for _ in own]
         found = iter(whole(self.llm.generate(asked, list(itertools.chain(*parts)), use_tqdm=False)))
         return [[reply for _ in own for reply in next(found).outputs] for own in parts]
 

@@ -5,10 +5,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from shardlm.data.chats import template_of
 from shardlm.distributed import of_all
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
+from shardlm.progress_bar import waiting
 from shardlm.reinforce.judged import Judges, described
 from shardlm.reinforce.prompts import Order, Prompt, digest, read
 from shardlm.reinforce.rewards import load_all
@@ -18,11 +21,13 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer, file_of
 from shardlm.train import report
 from shardlm.train.program import Program
+from shardlm.train.seeing import sight_of_run
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """Prompts to train on, and to validate by, and what judges replies."""
+    """Prompts to train on, and to validate by, and what judges replies. `eyes`: the weights that read the images of
+    prompts, those of the copies that sample; None where there are none."""
 
     program: Program
     tokenizer: Tokenizer
@@ -30,6 +35,7 @@ class Rewards:
     train: tuple[Prompt, ...]
     validation: tuple[Prompt, ...]
     judges: Judges
+    eyes: Any = None
 
     @classmethod
     def prepared(cls, program: Program) -> "Rewards":
@@ -39,17 +45,22 @@ class Rewards:
         tokenizer, file = tokenizer_of(config.data.tokenizer, config.model.folder)
         template = template_of(config.data.chat_template) if config.data.chat_template else None
         longest = config.train.seq_len - config.grpo.max_tokens
-        train, validation = (
-            read(getattr(config.data, name), tokenizer, template, longest, f"data.{name}")
-            for name in ("train", "validation")
-        )
+        sight = sight_of_run(config)
+        with waiting("reading prompts", jax.process_index() == 0):
+            train, validation = (
+                read(getattr(config.data, name), tokenizer, template, longest, f"data.{name}", sight)
+                for name in ("train", "validation")
+            )
         check_alike({"data.train": train, "data.validation": validation})
-        judges = Judges(Sampler.make(config, program.model, program.mesh), rewards)
-        return cls(program, tokenizer, file, train, validation, judges)
+        sees = any(prompt.images for prompt in (*train, *validation))
+        program = program.that_sees(sight) if sees else program
+        sampler = Sampler.make(config, program.model, program.mesh, sees)
+        eyes = sampler.eyes(program.mesh) if sees else None
+        return cls(program, tokenizer, file, train, validation, Judges(sampler, rewards), eyes)
 
     def source(self) -> Rollouts:
         order = Order(self.train, self.program.config.data.seed)
-        return Rollouts(self.program, self.judges, order)
+        return Rollouts(self.program, self.judges, order, self.eyes)
 
     def evaluator(self, options: dict[str, Any]) -> "Validation":
         return Validation(self)

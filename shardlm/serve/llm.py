@@ -40,6 +40,7 @@ from shardlm.serve.thoughts import Thoughts
 from shardlm.tokenizer import Tokenizer
 from shardlm.vision.image_parts import BadMessage, images_in, plain_text
 from shardlm.vision.image_places import encoded, shown
+from shardlm.vision.picture import Picture
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -251,6 +252,10 @@ class LLM:
         classifier = self.engine.pooling.need_classifier()
         outputs = self.generate(prompts, SamplingParams(max_tokens=0), _embed=True)
         return [classifier.classes(output.hidden, use_activation) for output in whole(outputs)]
+
+    def prepared(self, image: Any) -> Picture:
+        """An image as this model's encoder reads it (Images.prepared); once, however often it comes."""
+        return self._images.prepared(image)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts get that come without: the checkpoint's generation_config.json, else SamplingParams()."""

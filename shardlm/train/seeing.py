@@ -178,8 +178,12 @@ def sight_of_run(config: RunConfig) -> Sight | None:
     """How the checkpoint that a run begins with sees; None where it doesn't. Raises as sight_of."""
     if not isinstance(config.model, Pretrained):
         return None
-    asked = {"max_pixels": config.data.max_pixels} if config.data.max_pixels else {}
-    return sight_of(pathlib.Path(config.model.folder), config.model.options, asked)
+    return sight_of(pathlib.Path(config.model.folder), config.model.options, prepared_as(config))
+
+
+def prepared_as(config: RunConfig) -> dict[str, int]:
+    """How images are prepared otherwise than the checkpoint's preprocessor_config.json says, by its names."""
+    return {"max_pixels": config.data.max_pixels} if config.data.max_pixels else {}
 
 
 def check_images(config: RunConfig, model: TransformerConfig, sight: Sight, context: str) -> None:

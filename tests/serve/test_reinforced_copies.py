@@ -96,7 +96,7 @@ def test_copies_hold_what_is_trained_and_only_while_they_sample(folder, mesh, te
     assert live() == before
 
 
-def test_copies_of_a_checkpoint_that_sees_have_no_encoder(folder, monkeypatch):
+def test_copies_of_a_checkpoint_that_sees_have_no_encoder_for_texts(folder, monkeypatch):
     """Which would be held while a step trains, about a gigabyte of each device."""
     given = {}
 

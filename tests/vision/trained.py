@@ -1,7 +1,7 @@
 """Packed rows of prompts with images, as runs are given them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ class At:
     row: int
     takes: np.ndarray
     own: Picture
+    same: Hashable = None
 
     @property
     def patches(self) -> int:
