@@ -42,6 +42,7 @@ def main() -> int:
     from shardlm.peft_folder import CONFIG, base_of, is_peft
     from shardlm.train.convert import to_hf, to_run
     from shardlm.train.report import python
+    from shardlm.vision.registry import sees
 
     prepare_for(_CHECKPOINT.value, 1)
     folder = find(_CHECKPOINT.value)
@@ -55,6 +56,8 @@ def main() -> int:
         to_run(_CHECKPOINT.value, _OUTPUT.value)
         run = shlex.quote(_OUTPUT.value)
         print(f"generate:  {python()} -m launch.generate --checkpoint={run} --prompt='Once upon a time'")
+        if sees(read_config(folder)):
+            print(f"images:    read by the encoder in {folder}, which has to stay there")
     else:
         shard_bytes = int(_SHARD_GB.value * 1e9)
         options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}

@@ -1,8 +1,9 @@
-"""Loss, perplexity and bits per byte of a checkpoint on text files, or its results in tasks of the LM Evaluation
-Harness, as one line of JSON.
+"""Loss, perplexity and bits per byte of a checkpoint on text files, its loss on conversations, or its results in tasks
+of the LM Evaluation Harness, as one line of JSON.
 
 python -m launch.eval --checkpoint=runs/tiny --text=README.md
 python -m launch.eval --checkpoint=FOLDER --text='corpus/*.jsonl' --seq_len=4096 --fsdp=8
+python -m launch.eval --checkpoint=runs/sft --text=data/chats/validation.jsonl --chat_template=runs/sft --seq_len=128
 python -m launch.eval --checkpoint=FOLDER --tasks=arc_easy,gsm8k --tensor=4
 """
 
@@ -16,6 +17,11 @@ from shardlm.errors import ShardlmError
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, one of its checkpoints, *.gguf, or a Hugging Face model.")
 _TEXT = flags.DEFINE_list("text", [], "Files, directories or globs of text, JSONL or Parquet.")
 _TEXT_KEY = flags.DEFINE_string("text_key", "text", "The JSONL key or Parquet column that holds the text.")
+_CHAT_TEMPLATE = flags.DEFINE_string(
+    "chat_template",
+    "",
+    "A folder or file: --text is conversations in JSONL, rendered by its template, with images too.",
+)
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "Tokens that are scored with each other.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 8, "Rows at once.", lower_bound=1)
 _FSDP = flags.DEFINE_integer("fsdp", 1, "Devices that rows and weights are split over.", lower_bound=1)
@@ -58,6 +64,7 @@ def main() -> int:
         global_batch=_BATCH.value,
         precision=_PRECISION.value,
         text_key=_TEXT_KEY.value,
+        chat_template=_CHAT_TEMPLATE.value,
         cache_dir=_CACHE_DIR.value,
         ema=_EMA.value,
     )

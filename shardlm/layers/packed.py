@@ -29,8 +29,9 @@ from shardlm.rules import Rules
 class Packed:
     """Training and scoring: attention inside the batch, within each segment. segment_ids int32 [B, T]; held bool
     [repeats], False for the empty slots of a pipeline's stage, in which experts get no tokens: by a router of zeros all
-    would go to the same few. `kept`: by name, the keys and values "k" and "v" [B, T, K, H] that later layers read. until int32
-    [B, T]: the place in its row of the last token that each sees, inside of an image one after it; None: its own."""
+    would go to the same few. `kept`: by name, the keys and values "k" and "v" [B, T, K, H] that later layers read.
+    `until` int32 [B, T]: the place in its row of the last token that each sees, inside of an image one after it; None:
+    its own."""
 
     absorbs: ClassVar[bool] = False
     segment_ids: jax.Array

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-VECTORS, SEEN, TURNS, UNTIL = "vectors", "seen", "turns", "until"  # of packed rows that images stand in (Packed.of_rows)
+# Of packed rows that images stand in (Packed.of_rows).
+VECTORS, SEEN, TURNS, UNTIL = "vectors", "seen", "turns", "until"
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +32,17 @@ class Seen:
             return {}
         return {VECTORS: self.vectors, SEEN: self.at.astype(jnp.int32)}
 
-    def embedded(self, x: jax.Array) -> jax.Array:
-        """The stream that enters the first block, x [B, T, D], with the images' tokens in it."""
-        own = jax.reshard(self.vectors[..., : x.shape[-1]].astype(x.dtype), jax.typeof(x).sharding.spec)
+    def past(self, layers: int, D: int) -> jax.Array | None:
+        """`vectors` as they are for the layers behind so many, of which those count that are added to the stream of D
+        numbers there; None where there are none."""
+        left = self.vectors[..., layers * D :]
+        return left if left.shape[-1] > D else None
+
+    def embedded(self, x: jax.Array, width: int) -> jax.Array:
+        """What enters the first block, x [B, T, D] or several streams that begin alike, D of `width` each, with the
+        images' tokens in it."""
+        own = jnp.tile(self.vectors[..., :width].astype(x.dtype), x.shape[-1] // width)
+        own = jax.reshard(own, jax.typeof(x).sharding.spec)
         return jnp.where(self._at(x), own, x)
 
     def named(self, tokens: jax.Array) -> jax.Array:

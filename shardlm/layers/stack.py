@@ -167,8 +167,8 @@ def traced_once() -> Scan:
 
 def scan_stage(graph, held, masters, first, slots: int, x, positions, ctx: Context, number, execution: Execution):
     """One scan over the blocks of a pipeline's stage in a tick, under the remat policy: `slots` from `first` on, of
-    weights [n, ...] that stage_weights.py describes, the first of which is layer `number`. Returns (x, masters, auxiliary values [slots, blocks that have
-    them, ...])."""
+    weights [n, ...] that stage_weights.py describes, the first of which is layer `number`. Returns (x, masters,
+    auxiliary values [slots, blocks that have them, ...])."""
 
     def layer(carry, index):
         x, masters = carry

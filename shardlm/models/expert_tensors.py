@@ -1,15 +1,15 @@
 """Checkpoints whose experts of a layer are in two tensors, where a family's names have one for each: as Qwen 3 VL was
-published, and as transformers writes Qwen 3.5 and others since its version 5."""
+published, and as transformers writes Qwen 3.5 and others since its version 5. Read one by one, and written together."""
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Stored
+from shardlm.hf_files import Planned, Stored
 
 TOGETHER = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 
@@ -64,6 +64,35 @@ def one_by_one(text: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str,
             for part, one in zip(parts, _parts(matrix, len(parts), made_of), strict=True):
                 found[f"{together[1]}.{expert}.{part}.weight"] = one
     return found
+
+
+def together(tensors: Iterable[Planned], shapes: Mapping[str, Sequence[int]]) -> Iterator[Planned]:
+    """Tensors of one for each expert with those in two that a checkpoint has so, whose tensors have these shapes; the
+    inverse of `one_by_one`."""
+    planned, in_two = {one.name: one for one in tensors}, {}
+    for name, shape in shapes.items():
+        found = TOGETHER.match(name)
+        parts = ("gate_proj", "up_proj") if found and found[2] == "gate_up_proj" else ("down_proj",)
+        if found and len(shape) == 3 and f"{found[1]}.0.{parts[0]}.weight" in planned:
+            own = [[planned.pop(f"{found[1]}.{e}.{part}.weight") for part in parts] for e in range(shape[0])]
+            in_two[name] = _in_two(name, own, shape)
+    yield from planned.values()
+    yield from in_two.values()
+
+
+def _in_two(name: str, experts: Sequence[Sequence[Planned]], shape: Sequence[int]) -> Planned:
+    """Of each expert its parts, [results, inputs], one after the other; turned where the shape says so."""
+    results = sum(one.shape[0] for one in experts[0])
+    turned, dtype = shape[1] != results, experts[0][0].dtype
+
+    def make() -> np.ndarray:
+        out = np.empty(shape, dtype)
+        for place, parts in zip(out, experts, strict=True):
+            rows = np.concatenate([one.make() for one in parts])
+            place[...] = rows.T if turned else rows
+        return out
+
+    return Planned(name, dtype, tuple(shape), make)
 
 
 def _matrices(stored: Stored) -> Iterator[Stored]:

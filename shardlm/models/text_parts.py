@@ -7,20 +7,30 @@ from typing import Any
 Config = Mapping[str, Any]
 # model_type of all -> that of the text, as which it is read; "": what text_config says.
 SEEING = {
+    "cohere2_vision": "",
     "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "glm46v": "",
+    "glm_ocr": "glm_ocr_text",
     "glm5_next": "glm5_next_text",
     "idefics3": "",
     "internvl": "",
     "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "",
+    "lighton_ocr": "",
     "llama4": "llama4_text",
     "llava": "",
+    "llava_next": "",
+    "llava_onevision": "",
     "minimax_m3_vl": "minimax_m3_vl_text",
     "mistral3": "",
     "muse_glimmer": "muse_glimmer_text",
+    "paddleocr_vl": "llama",
     "mistral_large4": "mistral_large4_text",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -32,17 +42,35 @@ SEEING = {
     "smolvlm": "",
     "step3p7": "step3p5",
 }
+# Of which the text is another family's, but for its axes.
+AS_ALONE = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "glm_ocr_text": "glm4"}
 # Where text_config says none.
-USUAL = {"internvl": "qwen2", "mistral3": "mistral", **dict.fromkeys(("idefics3", "llava", "smolvlm"), "llama")}
+USUAL = {
+    "cohere2_vision": "cohere2",
+    "glm46v": "glm4v_text",
+    "internvl": "qwen2",
+    "lfm2_vl": "lfm2",
+    "lighton_ocr": "qwen3",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    **dict.fromkeys(("idefics3", "llava", "llava_next", "smolvlm"), "llama"),
+}
+TIED = ("cohere2_vision", "lfm2_vl", "lighton_ocr", "paddleocr_vl")  # where config.json does not say otherwise of all
 ARCHITECTURES = {
+    "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "glm5_next_text": "Glm5NextTextModel",
     "gpt_oss": "GptOssForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
@@ -88,7 +116,10 @@ LEFT_OUT = {
     | {"max_position_embeddings": 131_072},
     "qwen2": SIZES | {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
 }
-WITH_OTHERS = ("idefics3", "internvl", "llava", "smolvlm")
+# Of PaddleOCR-VL, which is ERNIE 4.5 but for how heads are turned: what it leaves out, and what changes nothing.
+PADDLE = {"head_dim": 128, "rope_theta": 500_000.0}
+OF_PADDLE = ("compression_ratio", "ignored_index", "rope_is_neox_style", "use_3d_rope", "weight_share_add_bias")
+WITH_OTHERS = ("idefics3", "internvl", "llava", "llava_next", "llava_onevision", "smolvlm")
 OF_AXES = ("mrope_section", "mrope_interleaved")
 # Whose pairs belong to the three axes in turn, and how many to each where config.json does not say.
 IN_TURN = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)) | dict.fromkeys(
@@ -114,6 +145,10 @@ def text_config(config: Config) -> Config:
     for name in ("rope_scaling", "rope_parameters"):
         if found.get(name):
             found[name] = _of_axes(kind, found[name])
+    if found["model_type"] in AS_ALONE:
+        found = _of_glm(found)
+    if kind == "paddleocr_vl":
+        found = PADDLE | {name: value for name, value in found.items() if name not in OF_PADDLE}
     if kind == "qwen3_vl_moe":
         found["norm_topk_prob"] = True  # in transformers always, said or not
     if (tied := _tied(kind, config, inner)) is not None:
@@ -150,11 +185,28 @@ def _of_axes(kind: str, rope: Config) -> Config:
     return found
 
 
+def _of_glm(text: Config) -> Config:
+    """What transformers has in GLM's texts beside pictures, said or not: biases, all of a head turned where no part is
+    said, and the pairs of each axis."""
+    kind = text["model_type"]
+    found = dict(text) | {"model_type": AS_ALONE[kind]}
+    if kind == "glm4v_moe_text":
+        found.setdefault("attention_bias", True)
+    else:
+        found["attention_bias"] = kind == "glm4v_text"
+        found.setdefault("partial_rotary_factor", 1.0)
+    name = "rope_parameters" if found.get("rope_parameters") else "rope_scaling"
+    found[name] = {"type": "default", "mrope_section": (8, 12, 12), **(found.get(name) or {})}
+    return found
+
+
 def _tied(kind: str, config: Config, inner: Config) -> bool | None:
     """Whether the output head repeats the embedding, which is said of all, of the text, or of neither (None), and not
     always alike: as transformers decides, but for Mistral, whose default for all is not what its checkpoints are."""
     whole, text = config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")
-    if kind in ("qwen2_vl", "qwen2_5_vl"):
+    if kind in TIED:
+        return next((config[name] for name in ("tie_embedding", "tie_word_embeddings") if name in config), True)
+    if kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr"):
         return bool(whole or text)
     first, second = (text, whole) if kind in ("mistral3", "gemma3", *USUAL) else (whole, text)
     return second if first is None else first

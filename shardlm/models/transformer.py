@@ -106,7 +106,7 @@ class Transformer(nnx.Module):
     def enter(self, tokens: jax.Array, positions: jax.Array, ctx: Context) -> jax.Array:
         """tokens and positions int32 [B, T] -> the stream that enters the first block, [B, T, D], with images in it."""
         x = self.embed(tokens, positions)
-        return x if ctx.seen is None else ctx.seen.embedded(x)
+        return x if ctx.seen is None else ctx.seen.embedded(x, self.config.embed_dim)
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """tokens and positions int32 [B, T] -> what the embedding says of them, [B, T, D]."""

@@ -167,4 +167,5 @@ def packed_attention(
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - value_dim)])
     chosen = jax.reshard(chosen, each) if of_each else chosen
     until = None if until is None else jax.reshard(until, rules.act.spec("batch", None))
-    return shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks, chosen, until)[..., :value_dim]
+    out = shard_map(local, in_specs=specs, out_specs=heads)(q, k, v, segment_ids, sinks, chosen, until)
+    return out[..., :value_dim]

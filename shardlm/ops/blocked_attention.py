@@ -141,7 +141,8 @@ def _backward(window, softcap, kept, d_out):
         unseen = ((0, 0), (0, 0), (first, T - behind), (0, 0))  # keys that these queries do not see
         d_v += jnp.pad(_dot(weights.astype(v.dtype), rows(d_out), (2, 2)), unseen)
         d_k += jnp.pad(_dot(d_scores, rows(q), (2, 2)), unseen)
-        d_q.append(_dot(d_scores, k[:, :, first:behind], (3, 2)).reshape(*q.shape[:3], stop - start, -1).astype(q.dtype))
+        d_rows = _dot(d_scores, k[:, :, first:behind], (3, 2)).reshape(*q.shape[:3], stop - start, -1)
+        d_q.append(d_rows.astype(q.dtype))
     d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks - lse) * shift, axis=(0, 3))[..., None]
     d_q = jnp.concatenate(d_q, axis=3)
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None

@@ -24,7 +24,8 @@ from shardlm.serve.adapter_table import Adapter, LoRARequest
 from shardlm.serve.build import build, facts_of
 from shardlm.serve.engine import Engine
 from shardlm.serve.facts import ModelFacts
-from shardlm.serve.images import check_cut, images_of, of_engine, with_images
+from shardlm.serve.images import Given, check_cut, given_with, of_engine, with_images
+from shardlm.serve.live_encoder import new_encoder
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.option_types import check_model
@@ -130,7 +131,7 @@ class AsyncLLM:
         _check("salt", salt, str, "a text")
         salt = check_salt(salt) or salt_of(prompt)
         tokens, text = await self._read(prompt, params.truncate_prompt_tokens is not None)
-        tokens, pictures = await self._see(tokens, images_of(prompt), params)
+        tokens, pictures = await self._see(tokens, given_with(prompt), params)
         if params.truncate_prompt_tokens is None:  # the engine's thread would look at each token first
             check_room(len(tokens), params.max_tokens, self.max_model_len)
         form = None
@@ -181,9 +182,10 @@ class AsyncLLM:
         runner = self._engine.runner
         drafts = await asyncio.to_thread(new_draft, draft, runner)
         params = await asyncio.to_thread(new_weights, weights, runner)
+        encoder = await asyncio.to_thread(new_encoder, weights, runner)
 
         def swap() -> int:
-            self._engine.update_weights(params, drafts)
+            self._engine.update_weights(params, drafts, encoder)
             now = self._engine.stats()
             return now.num_running + now.num_waiting  # which all wait, to be computed anew
 
@@ -271,10 +273,10 @@ class AsyncLLM:
         return read(prompt, self.tokenizer)
 
     async def _see(
-        self, tokens: Sequence[int], given: Sequence[Any], params: SamplingParams
+        self, tokens: Sequence[int], given: Given, params: SamplingParams
     ) -> tuple[Sequence[int], Sequence[Placed]]:
         """With the images of a prompt, which are prepared beside the event loop."""
-        if not given:
+        if not given.images:
             return with_images(self.images, tokens, given, self.max_model_len)
         check_cut(params)
         read = functools.partial(with_images, self.images, tokens, given, self.max_model_len)

@@ -4,9 +4,8 @@ as many as HELD has room for stay prepared, and those after them are read again 
 import concurrent.futures
 import functools
 from collections.abc import Sequence
-from typing import Any
 
-from shardlm.serve.images import THREADS, Images, size_of, with_images
+from shardlm.serve.images import THREADS, Given, Images, size_of, with_images
 from shardlm.vision.picture import Placed
 
 HELD = 8 * 2**30  # bytes of prepared images: 10,000 of a megapixel would be 31 GB, photographs of 12 ten times that
@@ -18,9 +17,9 @@ Seen = tuple[Sequence[int], Sequence[Placed]]  # the tokens of a prompt with tho
 class BatchImages:
     """`first`: so many prompts, from the first, are prepared."""
 
-    def __init__(self, images: Images | None, ids: Sequence[Sequence[int]], given: Sequence[Sequence[Any]], most: int):
-        """`ids`, `given`: of each prompt its tokens and images; `most`: tokens that the model has room for. Raises
-        ShardlmError for what cannot be read."""
+    def __init__(self, images: Images | None, ids: Sequence[Sequence[int]], given: Sequence[Given], most: int):
+        """`ids`, `given`: of each prompt its tokens and what comes with it; `most`: tokens that the model has room for.
+        Raises ShardlmError for what cannot be read."""
         self._ask = functools.partial(with_images, images, most=most)
         self._images, self._ids, self._given = images, ids, given
         self._kept: dict[int, Seen] = {}

@@ -106,7 +106,8 @@ def build(
     if said := grown(opened, config.quantization):
         logging.warning("%s %s", path, said)
     dtype = opened.model.execution.dtype
-    image_encoder = open_image_encoder(sight, opened.source, dtype, shape.embed_dim, opened.mesh) if sight else None
+    first = submeshes(config.mesh, devices)[0][0]  # of the stage that embeds
+    image_encoder = open_image_encoder(sight, opened.source, dtype, shape.embed_dim, first) if sight else None
     how = (opened.tokenizer, opened.stop_ids, length, config, progress, draft, devices, image_encoder)
     engine = assemble(opened, *how)
     pooling = Pooling.of(shape.embed_dim, opened.options, classifier)
@@ -176,15 +177,14 @@ def assemble(
     runners: list[Runner] = []
     for place in places:
         like = runners[0] if runners else None
+        own = image_encoder and image_encoder.on(place.stages[0].mesh)
         if len(place.stages) > 1:
             make = StagedDeterministicRunner if config.deterministic else StagedRunner
-            runners.append(make(model, place, sizes, like, proposer))
+            runners.append(make(model, place, sizes, like, proposer, own))
         else:
             make = DeterministicRunner if config.deterministic else Runner
-            own = {"image_encoder": image_encoder.on(place.stages[0].mesh)} if image_encoder else {}
-            runners.append(
-                make(model, place.params[0], place.stages[0].mesh, sizes, proposer, place.draft, like, **own)
-            )
+            sizes_of_one = (place.stages[0].mesh, sizes, proposer, place.draft)
+            runners.append(make(model, place.params[0], *sizes_of_one, like, own))
     with waiting("compiling", jax.process_index() == 0):
         compile_all(runners, progress)
     engines = [Engine(*pair, tokenizer, stop_ids, adapters) for pair in zip(runners, schedulers, strict=True)]

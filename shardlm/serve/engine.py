@@ -160,10 +160,10 @@ class Engine:
         group.output.finished = True
         return group.output
 
-    def update_weights(self, params: Any, draft: Any = None) -> None:
-        """New weights of the same shapes, also of the draft model where given: whatever runs goes on with them from its
-        tokens; nothing cached is kept."""
-        self.runner.update_weights(params, draft)
+    def update_weights(self, params: Any, draft: Any = None, encoder: Any = None) -> None:
+        """New weights of the same shapes, also of the draft model and of the encoder of images where given: whatever
+        runs goes on with them from its tokens; nothing cached is kept."""
+        self.runner.update_weights(params, draft, encoder)
         self.scheduler.reset()
 
     @property

@@ -20,6 +20,7 @@ from shardlm.serve.alike import built, of_files
 from shardlm.serve.engine import Engine
 from shardlm.serve.followers import END, MAKE, SETTLE, Followers, Kept
 from shardlm.serve.lines import to_followers, to_leader
+from shardlm.serve.live_encoder import new_encoder
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.outputs import EngineError
 from shardlm.serve.runner import Runner
@@ -38,6 +39,7 @@ def _read(make: Callable[[str, Runner], Any], path: str, files: str, runner: Run
 MAKERS = {  # of (arguments, the runner)
     "new_weights": functools.partial(_read, new_weights),
     "new_draft": functools.partial(_read, new_draft),
+    "new_encoder": functools.partial(_read, new_encoder),
     "placed": placed,
 }
 AHEAD = 8  # programs that are started before the first of them is waited for

@@ -29,7 +29,7 @@ SPARE = 4  # bundles more that there is room for: what is written while what was
 
 @dataclasses.dataclass(frozen=True)
 class PageCopies:
-    """The two programs for a state, or the pages of a stage that has no more.
+    """The two programs for a state, or for pages alone.
 
     num_pages  of a pool's layer
     proposer   whose state may have pages of the same numbers
@@ -80,7 +80,7 @@ class PageCopies:
     def _pools(self, state: ServeState | Pages) -> tuple[Pages, Pages]:
         whole = isinstance(state, ServeState)
         own, drafts = state.pages if whole else state, {}
-        if whole and self.proposer:
+        if whole and self.proposer and state.slots is not None:
             drafts = self.proposer.pages(state.drafts)
         return tuple({name: a for name, a in pages.items() if name not in SLOTTED} for pages in (own, drafts))
 

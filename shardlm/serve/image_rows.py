@@ -40,6 +40,15 @@ def image_tokens(sight: Sight, tokens: Sequence[tuple[Row, int]], size: int) -> 
     return {"seen": seen, "turns": turns} if sight.axes else {"seen": seen}
 
 
+def shifts(sight: Sight | None, rows: Sequence[Row], size: int) -> dict[str, np.ndarray]:
+    """Field of StageRows, of rows with a token each: none where tokens have one axis."""
+    if not sight or not sight.axes:
+        return {}
+    found = np.zeros(size, np.int32)
+    found[: len(rows)] = [row.request.shift for row in rows]
+    return {"shift": found}
+
+
 def _until(rows: Sequence[Row], size: tuple[int, int]) -> np.ndarray:
     """The last position that each token sees: that of its image, or its own. Of padding, that of the row's last."""
     found = np.zeros(size, np.int32)

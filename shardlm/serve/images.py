@@ -6,8 +6,9 @@ import concurrent.futures
 import hashlib
 import os
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from shardlm.vision.sight import Sight
 KEPT = 2**30  # bytes of prepared images; one of a megapixel has 3 MB, a photograph of 12 up to 37
 # At once. One may take a few hundred megabytes while it is unpacked, and tens of milliseconds of a core.
 THREADS = max(2, min(8, os.cpu_count() or 1))
+
+Prepare = Callable[[np.ndarray], Picture]
+Key = tuple[Prepare, bytes]  # how an image is prepared, and what it is known by before that
 
 
 class Images:
@@ -40,8 +44,8 @@ class Images:
         self.threads = concurrent.futures.ThreadPoolExecutor(THREADS, "images")  # which start with the first image
         self._kept, self._bytes = kept, 0
         self.asked = self.found = 0
-        self._pictures: collections.OrderedDict[bytes, Picture] = collections.OrderedDict()
-        self._coming: dict[bytes, concurrent.futures.Future[Picture]] = {}  # that a thread prepares
+        self._pictures: collections.OrderedDict[Key, Picture] = collections.OrderedDict()
+        self._coming: dict[Key, concurrent.futures.Future[Picture]] = {}  # that a thread prepares
         self._changing = threading.Lock()
 
     def check_count(self, count: int) -> None:
@@ -50,17 +54,23 @@ class Images:
             wanted = f'limit_mm_per_prompt={{"image": {self._limit}}}'
             raise ShardlmError(f"the prompt has {count} images; {wanted} allows {self._limit}. Send fewer, or raise it")
 
-    def prepared(self, image: Any) -> Picture:
-        """Of what `pixels_of` takes, or a Picture itself. Raises ShardlmError for what is no image, or cannot be
-        prepared."""
+    def preparing(self, how: Mapping[str, Any] | None) -> Prepare:
+        """What prepares the images of a request with these mm_processor_kwargs, if any. Raises ShardlmError for what
+        cannot be asked for."""
+        return self.sight.asked(how or {}).prepare
+
+    def prepared(self, image: Any, prepare: Prepare | None = None) -> Picture:
+        """Of what `pixels_of` takes, or a Picture itself; as usual, or by what `preparing` gave. Raises ShardlmError
+        for what is no image, or cannot be prepared."""
         if isinstance(image, Picture):
             return image
+        prepare = prepare or self.sight.prepare
         if isinstance(image, str):
             image = file_of(image)
         if isinstance(image, bytes | bytearray | memoryview):
-            return self._once(_digest(b"file", image), lambda: pixels_of(image))
+            return self._once((prepare, _digest(b"file", image)), lambda: pixels_of(image))
         pixels = pixels_of(image)
-        return self._once(_digest(repr(pixels.shape).encode(), pixels), lambda: pixels)
+        return self._once((prepare, _digest(repr(pixels.shape).encode(), pixels)), lambda: pixels)
 
     def tokens(self, picture: Picture) -> int:
         """In its place."""
@@ -71,23 +81,24 @@ class Images:
         or fewer places for images than there are."""
         return self.sight.expanded(ids, pictures)
 
-    def read(self, ids: Sequence[int], images: Sequence[Any], most: int) -> tuple[Sequence[int], tuple[Placed, ...]]:
+    def read(self, ids: Sequence[int], given: "Given", most: int) -> tuple[Sequence[int], tuple[Placed, ...]]:
         """As `placed`, of images that are still to be prepared. Raises ShardlmError, and PromptTooLong as soon as
         there are above `most` tokens."""
+        images, prepare = given.images, self.preparing(given.how)
         if not images and self.sight.token not in ids:  # as most prompts are
             return ids, ()
         self.check_count(len(images))
         pictures, tokens = [], 0
         for number, image in enumerate(images, 1):
             try:
-                pictures.append(self.prepared(image))
+                pictures.append(self.prepared(image, prepare))
             except ShardlmError as error:
                 raise BadImage(f"image {number} of {len(images)}: {error}") from None
             tokens += self.tokens(pictures[-1])
             check_tokens(tokens, len(pictures), most)
         return self.placed(ids, pictures)
 
-    def _once(self, key: bytes, pixels: Callable[[], np.ndarray]) -> Picture:
+    def _once(self, key: Key, pixels: Callable[[], np.ndarray]) -> Picture:
         with self._changing:
             self.asked += 1
             if (found := self._pictures.get(key)) is not None:
@@ -101,10 +112,10 @@ class Images:
                 self.found += 1
         return self._made(key, pixels, own) if coming is None else coming.result()
 
-    def _made(self, key: bytes, pixels: Callable[[], np.ndarray], own: concurrent.futures.Future[Picture]) -> Picture:
+    def _made(self, key: Key, pixels: Callable[[], np.ndarray], own: concurrent.futures.Future[Picture]) -> Picture:
         """Prepared here, for others who wait for the same too."""
         try:
-            made = self.sight.prepare(pixels())
+            made = key[0](pixels())
         except BaseException as error:
             with self._changing:
                 del self._coming[key]
@@ -131,9 +142,29 @@ def check_tokens(tokens: int, images: int, most: int) -> None:
         )
 
 
+class Given(NamedTuple):
+    """What comes with a prompt: images, and how they are to be prepared otherwise than usual (mm_processor_kwargs)."""
+
+    images: Sequence[Any] = ()
+    how: Mapping[str, Any] = types.MappingProxyType({})
+
+
+def given_with(prompt: Any, how: Mapping[str, Any] | None = None) -> Given:
+    """Of a prompt in vLLM's form, {"prompt": text, "multi_modal_data": {"image": one or several},
+    "mm_processor_kwargs": {...}}; `how`: what holds where it does not say. Raises ShardlmError for other data."""
+    own = prompt.get("mm_processor_kwargs") if isinstance(prompt, Mapping) else None
+    return Given(images_of(prompt), checked((how if own is None else own) or {}))
+
+
+def checked(how: Any) -> Mapping[str, Any]:
+    """Raises ShardlmError for what is no mm_processor_kwargs."""
+    if not isinstance(how, Mapping):
+        raise ShardlmError(f'mm_processor_kwargs is a {type(how).__name__}; it is an object, {{"max_pixels": N}}')
+    return how
+
+
 def images_of(prompt: Any) -> Sequence[Any]:
-    """Those that a prompt has in vLLM's form, {"prompt": text, "multi_modal_data": {"image": one or several}}. Raises
-    ShardlmError for other data."""
+    """Those that a prompt has. Raises ShardlmError for other data."""
     given = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     if given is None:
         return ()
@@ -146,14 +177,15 @@ def images_of(prompt: Any) -> Sequence[Any]:
 
 
 def with_images(
-    images: Images | None, ids: Sequence[int], given: Sequence[Any], most: int
+    images: Images | None, ids: Sequence[int], given: Given, most: int
 ) -> tuple[Sequence[int], tuple[Placed, ...]]:
-    """Of a prompt and the images that come with it, where `images` is None with a model that does not see. Raises
+    """Of a prompt and what comes with it, where `images` is None with a model that does not see. Raises
     ShardlmError."""
     if images is not None:
         return images.read(ids, given, most)
-    if given:
-        raise ShardlmError(f"this model reads text, and the prompt has {len(given)} images; {SEEING}")
+    if given.images or given.how:
+        what = f"{len(given.images)} images" if given.images else "mm_processor_kwargs, which are of images"
+        raise ShardlmError(f"this model reads text, and the prompt has {what}; {SEEING}")
     return ids, ()
 
 

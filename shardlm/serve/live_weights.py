@@ -3,7 +3,7 @@ into the form that the compiled programs take. What does not fit is refused here
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -86,18 +86,23 @@ def _in_all_processes(name: str, weights: Tree | str | os.PathLike, served: Serv
         )
     weights = os.fspath(weights) if path else weights
     told = (weights, of_files(weights)) if runner.followers else ()
-    return everywhere(runner, name, told, lambda: _replacing(weights, served))
+    return everywhere(runner, name, told, lambda: in_memory(lambda: _replacing(weights, served), served.params))
 
 
 def _replacing(weights: Tree | str | os.PathLike, served: Served) -> Tree:
+    if isinstance(weights, str | os.PathLike):
+        return fitted(read(weights, served), served, release=True)
+    return fitted(weights, served)
+
+
+def in_memory(make: Callable[[], Tree], old: Tree) -> Tree:
+    """What `make` makes. Raises ShardlmError where it has no room beside the old weights."""
     try:
-        if isinstance(weights, str | os.PathLike):
-            return fitted(read(weights, served), served, release=True)
-        return fitted(weights, served)
+        return make()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        needed = sum(a.nbytes for a in jax.tree.leaves(served.params)) / 2**30
+        needed = sum(a.nbytes for a in jax.tree.leaves(old)) / 2**30
         raise ShardlmError(
             f"the new weights do not fit into memory beside those that are served ({needed:.2f} GiB over all devices): "
             "start the server with a lower gpu_memory_utilization"

@@ -25,7 +25,8 @@ from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams,
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
-from shardlm.serve.images import check_cut, images_of, of_engine
+from shardlm.serve.images import Given, check_cut, checked, given_with, images_of, of_engine
+from shardlm.serve.live_encoder import new_encoder
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.media import MediaRules, files_here
 from shardlm.serve.messages import rendered
@@ -102,18 +103,20 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
         lora_request: LoRARequests = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         _embed: bool = False,
         **others: Any,
     ) -> list[RequestOutput]:
         """Replies to prompts (texts, token ids, or mappings with either), in their order; `error` says of one what
         broke it. A terminal shows how many are done. `lora_request`: an adapter for all, or one or None for each, which
-        is loaded where it is not (EngineConfig.enable_lora). Raises ShardlmError, before any runs, for a prompt or
+        is loaded where it is not (EngineConfig.enable_lora). `mm_processor_kwargs`: how images are prepared, of prompts
+        that do not say it themselves. Raises ShardlmError, before any runs, for a prompt or
         parameters that cannot be served, and EngineError where the engine ended."""
         refuse("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "lora_request", "priority"), CALLS)
         every = prompt_forms.several(prompts)
         texts = [prompt_forms.read(one, self.tokenizer) for one in every]
         salts = [prompt_forms.salt_of(one) for one in every]
-        images = [images_of(one) for one in every]
+        images = [given_with(one, mm_processor_kwargs) for one in every]
 
         def of_text(prompt: int) -> Thoughts:
             ids, text = texts[prompt]
@@ -133,6 +136,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation or to several, by the checkpoint's chat template or by the text of another."""
@@ -154,7 +158,8 @@ class LLM:
             return self._reasoning.of(texts[prompt], begun, ()).thoughts
 
         ids = [encoded(one, token, self.tokenizer, self.tokenizer.encode) for one in written]
-        images = self._images_of(chats)
+        how = checked(mm_processor_kwargs or {})
+        images = [Given(own, how) for own in self._images_of(chats)]
         asked = list(zip(ids, texts, strict=True))
         return self._run(asked, sampling_params, use_tqdm, of_chat, lora_request, images=images)
 
@@ -268,12 +273,12 @@ class LLM:
     def update_weights(self, weights: Any, draft: Any = None) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft
         model, which without them stays: replies are the model's own in any case, and an old draft is right less often.
-        An encoder of images stays, also where the checkpoint has another. Nothing is compiled, and the prefix cache is
-        emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
+        A checkpoint's encoder of images comes with it; where it has none the old one stays. Nothing is compiled, and
+        the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
         with self._in_turn():
             runner = self.engine.runner
-            drafts = new_draft(draft, runner)
-            self.engine.update_weights(new_weights(weights, runner), drafts)
+            drafts, params = new_draft(draft, runner), new_weights(weights, runner)
+            self.engine.update_weights(params, drafts, new_encoder(weights, runner))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Nothing that was computed for earlier prompts is found again, as before a measurement. Whether that is so: no
@@ -294,12 +299,12 @@ class LLM:
         priority: Sequence[int] | None = None,
         embed: bool = False,
         salts: Sequence[str] = (),
-        images: Sequence[Sequence[Any]] = (),
+        images: Sequence[Given] = (),
     ) -> list[RequestOutput]:
         """`thoughts`: of the replies to a prompt, by its number. `images`: of each prompt."""
         turns = prompt_forms.priorities_of(priority, len(texts))
         most = self.engine.max_model_len
-        seen = BatchImages(self._images, [ids for ids, _ in texts], images or [()] * len(texts), most)
+        seen = BatchImages(self._images, [ids for ids, _ in texts], images or [Given()] * len(texts), most)
         ids = [f"request-{next(self._ids)}" for _ in texts]
         with self._in_turn():
             usual = self.get_default_sampling_params()
@@ -308,7 +313,7 @@ class LLM:
                 for number, one in enumerate(prompt_forms.params_of(params, usual, len(texts)))
             ]
             for own, given in zip(each, images, strict=False):
-                if given:
+                if given.images:
                     check_cut(own)
             adapters = names_of(self.engine, lora_request, len(ids))
 

@@ -19,12 +19,10 @@ NO_COPIES = (np.zeros((COPIES, 2), np.int32),)  # an example of a call's argumen
 
 
 def copier(layout: PageLayout, rules: Rules, of_drafts: Callable = lambda drafts, pairs: drafts) -> Callable:
-    """The program, a function of (nothing, pages or the state that has them, pairs), as a runner's programs are;
-    `of_drafts` copies what a proposer remembers."""
+    """The program, a function of (nothing, the state, pairs), as a runner's programs are; `of_drafts` copies what a
+    proposer remembers."""
 
-    def run(_, state: ServeState | Pages, pairs: jax.Array) -> ServeState | Pages:
-        if not isinstance(state, ServeState):
-            return copy_memories(layout, rules, state, pairs)
+    def run(_, state: ServeState, pairs: jax.Array) -> ServeState:
         pages = copy_memories(layout, rules, state.pages, pairs) if layout.memories else state.pages
         return dataclasses.replace(state, pages=pages, drafts=of_drafts(state.drafts, pairs))
 

@@ -12,6 +12,7 @@ from shardlm.hf_files import Folder, holds_weights
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import Found
 from shardlm.progress_bar import bytes_bar
+from shardlm.run_files import CONFIG
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.image_encoder import ImageEncoder
 from shardlm.vision.encoder import Encoder
@@ -37,6 +38,8 @@ def sight_for(found: Found, config: EngineConfig) -> Sight | None:
     if asked:
         raise ShardlmError(f"mm_processor_kwargs={dict(asked)}: {why}; leave it out")
     if could:
+        if lost and found.run:
+            why += f" (write where it is now as model.folder in {found.run.run_dir / CONFIG})"
         log.warning("images are not read, as %s: the text of the model is served alone", why)
     return None
 
@@ -45,8 +48,6 @@ def _cannot(config: EngineConfig, sight: Sight | None) -> str:
     """Why a model is not to see; "" where it can."""
     if sight is None:
         return "no encoder of it is known here"
-    if config.mesh.pipeline > 1:
-        return f"pipeline={config.mesh.pipeline} has stages"
     if config.deterministic and sight.whole:
         return "deterministic=True reads each token alone, and those of an image see the ones after them"
     return ""

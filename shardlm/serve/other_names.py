@@ -38,7 +38,6 @@ STRUCTURES = {
 _HUB = "the hub's main branch is read, into HF_HOME; fetch another one yourself and give its folder"
 _CONFIG_JSON = "change config.json, in the model's folder or in one that links to its other files"
 _DRAFTS = 'it is speculative_config, {"model": SMALLER, "num_speculative_tokens": 4} or {"method": "ngram", ...}'
-_PREPARED = "images of all prompts are prepared alike: give it to the engine"
 _ANY = "any model generates and embeds (LLM.embed, /v1/embeddings): leave it out"
 # Of the engine's options, by vLLM's names.
 ENGINE = {
@@ -86,7 +85,6 @@ CALLS = {
     "tokenization_kwargs": _IDS,
     "guided_options_request": "give SamplingParams(structured_outputs=...)",
     "chat_template_content_format": "templates are given contents as texts",
-    "mm_processor_kwargs": _PREPARED,
 }
 # Of the class LLM, which has no such attributes.
 METHODS = {

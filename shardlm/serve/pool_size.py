@@ -41,14 +41,16 @@ def sizes_of(
     seen: Callable[[int], int] = lambda tokens: 0,
 ) -> tuple[RunnerConfig | PageLayout, ...]:
     """(the sizes of a replica's programs, the page layout of the layers that draft, where there are any), once the
-    weights are on the devices. `seen`: what images take of each device beside, of the tokens of a batch."""
+    weights are on the devices. `seen`: what images take beside of each device of the first stage, of the tokens of a
+    batch."""
     stages = [stage for place in places for stage in place.stages]
     cpu = stages[0].mesh.devices.flat[0].platform == "cpu"
     layouts = layouts_of(model, draft, length, config.block_size, config.decoded, config.drafts)
     each = [page_bytes(stage.model, stage.layout(layouts[0]), config.block_size) for stage in places[0].stages]
     each[-1] += page_bytes(draft.model, layouts[1], config.block_size) if draft else 0
     beside = seen(config.max_num_batched_tokens or CHUNK_TOKENS[False])
-    rooms = None if cpu else [free_bytes(stage.mesh, config) - beside * stage.mesh.devices.size for stage in stages]
+    sees = [beside * stage.mesh.devices.size * stage.first for stage in stages]
+    rooms = None if cpu else [free_bytes(one.mesh, config) - own for one, own in zip(stages, sees, strict=True)]
     check_host(config.kv_offloading_size)
     slots = [request_bytes(stage.model, stage.layout(layouts[0])) for stage in places[0].stages]
     slots[-1] += request_bytes(draft.model, layouts[1]) if draft else 0

@@ -151,20 +151,23 @@ def chunk(
     `also`: what a proposer of drafts makes of the chunks. `whole`: all of them begin at position 0 (Paged.whole);
     `parts`: they may (Paged.parts)."""
     positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole, parts)
-    ctx = dataclasses.replace(ctx, seen=seen_at(state, rows.seen), turns=rows.turns, until=rows.until)
+    ctx = dataclasses.replace(ctx, seen=seen_at(state.vectors, rows.seen), turns=rows.turns, until=rows.until)
     lm = model.model(params)
     hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
-    # A proposer sees no images, in decoding neither.
-    plain = dataclasses.replace(ctx, seen=None, turns=None, until=None)
-    read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, plain, rows.tokens, positions, hidden)
+    read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, blind(ctx), rows.tokens, positions, hidden)
     drafts = also(state.drafts, read)
     return dataclasses.replace(state, pages=pages, slots=slots, drafts=drafts), *found
 
 
-def seen_at(state: ServeState, places: jax.Array | None) -> Seen | None:
+def blind(ctx: Paged) -> Paged:
+    """For proposers, which see no images, in decoding neither."""
+    return dataclasses.replace(ctx, seen=None, turns=None, until=None)
+
+
+def seen_at(vectors: jax.Array, places: jax.Array | None) -> Seen | None:
     """What tokens are that stand for the vectors at places int32 [B, T], -1: for none; None: the model does not see."""
-    return None if places is None else Seen(take(state.vectors, jnp.maximum(places, 0)), places >= 0)
+    return None if places is None else Seen(take(vectors, jnp.maximum(places, 0)), places >= 0)
 
 
 def look(encoder: Encoder, params, state: ServeState, inputs: dict[str, jax.Array], count, places) -> ServeState:

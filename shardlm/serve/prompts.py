@@ -12,8 +12,10 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
 
 # {"prompt": text}, {"prompt_token_ids": ids}, or both, where the text is only shown. Ids may be a numpy array. Prompts
-# with a "cache_salt" share what is computed with those of the same one alone. "multi_modal_data": images (images.py).
+# with a "cache_salt" share what is computed with those of the same one alone. "multi_modal_data": images, and
+# "mm_processor_kwargs": how these are prepared (images.py).
 Prompt = str | Sequence[int] | Mapping[str, Any]
+KNOWN = {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt"}
 
 
 def several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -38,7 +40,7 @@ def read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str | Non
     text, ids = prompt if isinstance(prompt, str) else None, prompt
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}:
+        if unknown := prompt.keys() - KNOWN:
             name = min(map(str, unknown))
             known = CALLS.get(name, "it has prompt or prompt_token_ids, with multi_modal_data for images")
             raise ShardlmError(f"a prompt has {name!r}; {known}")

@@ -137,11 +137,11 @@ class EngineGroup:
         self._weights[place.replica] -= place.weight
         return place.replica
 
-    def update_weights(self, params: Any, draft: Any = None) -> None:
+    def update_weights(self, params: Any, draft: Any = None, encoder: Any = None) -> None:
         """As Engine.update_weights, for all replicas, with parameters at the places of the first one's. Where one has
         no room for them, all keep the old ones."""
         engines = [self.engines[number] for number in self._up]
-        for engine, new in zip(engines, [_own(engine, params, draft) for engine in engines], strict=True):
+        for engine, new in zip(engines, [_own(engine, params, draft, encoder) for engine in engines], strict=True):
             engine.update_weights(*new)
         for out in self._out.values():
             out.missed = True
@@ -230,7 +230,9 @@ class EngineGroup:
         try:
             if out.missed:
                 self.runner.settled()
-                engine.update_weights(*_own(engine, self.runner.params, self.runner.proposer_params))
+                other, sees = self.runner, self.runner.image_encoder
+                encoder = sees.params if sees else None
+                engine.update_weights(*_own(engine, other.params, other.proposer_params, encoder))
             engine.restart()
         except Exception as error:
             out.pause = min(2 * out.pause, RETRY[1])
@@ -250,11 +252,17 @@ class EngineGroup:
             self._enter(group.output.request_id, replica, missing + REPLY_WEIGHT * request.params.n)
 
 
-def _own(engine: Engine, params: Any, draft: Any) -> tuple[Any, Any]:
+def _own(engine: Engine, params: Any, draft: Any, encoder: Any) -> tuple[Any, Any, Any]:
     """What its update_weights takes, on its devices."""
     runner = engine.runner
-    own = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), draft, runner.proposer_params if draft else draft)
-    return jax.block_until_ready((_placed(params, runner.params), own))
+    own = _beside(draft, runner.proposer_params) if draft else draft
+    sees = _beside(encoder, runner.image_encoder.params) if encoder else encoder
+    return jax.block_until_ready((_placed(params, runner.params), own, sees))
+
+
+def _beside(new: Any, old: Any) -> Any:
+    """The same tree, where the old one is."""
+    return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), new, old)
 
 
 def _placed(new: Any, old: Any) -> Any:

@@ -5,6 +5,7 @@ A batch becomes at most one call of a decode program and one call of a chunk pro
 handed to a launcher, which starts them in turn, and not waited for.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -308,12 +309,14 @@ class Runner(BeforeBatch):
             self._run("copies", pairs)
 
     @told
-    def update_weights(self, params: Any, draft: Any = None) -> None:
-        """New weights of the same shapes, of the draft model too where given; those that are not among them stay.
-        Batches that were started keep theirs."""
+    def update_weights(self, params: Any, draft: Any = None, encoder: Any = None) -> None:
+        """New weights of the same shapes, of the draft model and of the encoder of images too where given; those that
+        are not among them stay. Batches that were started keep theirs."""
         for s, part in enumerate(self._cut(params)):
             last = s == len(self._parts) - 1
             self._change(s, functools.partial(self._take, s, part, draft if last else None))
+        if encoder is not None:
+            self._change(0, functools.partial(self._see_by, encoder))
 
     def _cut(self, params: Any) -> list[Any]:
         """All parameters, or some, as the stages have them."""
@@ -323,6 +326,9 @@ class Runner(BeforeBatch):
         self._parts[s] = replaced(self._parts[s], params)
         if draft is not None:
             self.proposer_params = draft
+
+    def _see_by(self, encoder: Any) -> None:
+        self.image_encoder = dataclasses.replace(self.image_encoder, params=encoder)
 
     @told
     def write_adapter(self, part: Any, number: int) -> None:

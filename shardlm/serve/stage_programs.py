@@ -1,6 +1,11 @@
 """The programs of pipeline stages: programs.py's, cut where the stream of one stage enters the next. A step of decoding
-is a program of each stage; the token that the last one samples enters the first one again."""
+is a program of each stage; the token that the last one samples enters the first one again.
 
+The vectors of images are in the first stage. Where layers of later ones add some of their own (layers/seen.py), what is
+left of them is handed on beside the stream.
+"""
+
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +15,7 @@ import jax.numpy as jnp
 from shardlm.layers.context import Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged import Paged
+from shardlm.layers.seen import Seen
 from shardlm.models.transformer import Transformer
 from shardlm.serve import programs
 from shardlm.serve.programs import ChunkRows
@@ -17,6 +23,29 @@ from shardlm.serve.speculation.programs import both
 from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.stages import Stage
 from shardlm.serve.state import ServeState, Slots, take
+
+Entering = tuple[jax.Array, ...]  # tokens int32 in the first stage, else the stream, and what is left of vectors
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StageRows:
+    """What describes rows to every stage.
+
+    where  int32 [B, ...], of DecodeRows, ChunkRows or token_rows.TokenRows
+    seen, turns, until  as those have them
+    shift  int32 [B], how far rotations are from the places of tokens that follow; None: tokens have one axis
+    """
+
+    where: jax.Array
+    seen: jax.Array | None = None
+    turns: jax.Array | None = None
+    until: jax.Array | None = None
+    shift: jax.Array | None = None
+
+    @classmethod
+    def of(cls, rows: ChunkRows) -> "StageRows":
+        return cls(rows.where, rows.seen, rows.turns, rows.until)
 
 
 class Steps(NamedTuple):
@@ -29,29 +58,29 @@ class Steps(NamedTuple):
     end: Callable
 
 
-def begin(most: int, _, kept: tuple[Slots, Any], where: jax.Array):
-    """Before the steps of a decode (DecodeRows.where): (slots and the proposer's state, what the group of rows holds:
+def begin(most: int, _, kept: tuple[Slots, Any], rows: StageRows):
+    """Before the steps of a decode: (slots and the proposer's state, what the group of rows holds:
     their own slots and room for what `most` steps sample, what enters the first stage)."""
-    own = take(kept[0], where[:, 0])
-    return kept, (own, programs.none_sampled(where.shape[0], most)), (own.last[:, None],)
+    own = take(kept[0], rows.where[:, 0])
+    return kept, (own, programs.none_sampled(rows.where.shape[0], most)), (own.last[:, None],)
 
 
-def end(_, kept: tuple[Slots, Any], where: jax.Array, own: Slots) -> tuple[Slots, Any]:
+def end(_, kept: tuple[Slots, Any], rows: StageRows, own: Slots) -> tuple[Slots, Any]:
     """After the steps."""
-    return programs.keep_slots(kept[0], where[:, 0], own), kept[1]
+    return programs.keep_slots(kept[0], rows.where[:, 0], own), kept[1]
 
 
-def step(stage: Stage, layout: PageLayout, params, pages: Pages, where: jax.Array, entering: tuple, i: jax.Array):
-    """Step i of a decode in any stage but the last: (pages, what leaves it ([B, 1, D],)). `entering`: tokens
-    (int32 [B, 1],) in the first stage, else what left the one before."""
-    _, x, pages = _step(stage, layout, params, pages, where, entering, i)
-    return pages, (x,)
+def step(stage: Stage, layout: PageLayout, params, state: ServeState, rows: StageRows, entering: Entering, i):
+    """Step i (int32) of a decode in any stage but the last: (the state, what leaves it ([B, 1, D],)). `entering`:
+    tokens (int32 [B, 1],) in the first stage, else what left the one before."""
+    _, x, pages = _step(stage, layout, params, state.pages, rows, entering, i)
+    return dataclasses.replace(state, pages=pages), (x,)
 
 
-def last_step(stage: Stage, layout: PageLayout, params, state: tuple, where, entering: tuple, i: jax.Array):
+def last_step(stage: Stage, layout: PageLayout, params, state: tuple, rows: StageRows, entering: Entering, i):
     """The same in the last stage: ((pages, the proposer's state, what the group holds), tokens (int32 [B, 1],))."""
-    pages, drafts, (own, found) = state
-    lm, x, pages = _step(stage, layout, params, pages, where, entering, i)
+    (pages, drafts, (own, found)), where = state, rows.where
+    lm, x, pages = _step(stage, layout, params, pages, rows, entering, i)
     logits = jax.reshard(lm.logits(lm.finish(x))[:, 0], programs.WHOLE)
     sampled, own = programs.sampled_of(logits, own, where[:, 1] + i + 1, i < where[:, 2])
     found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
@@ -62,17 +91,17 @@ def chunk(
     stage: Stage,
     layout: PageLayout,
     params,
-    pages: Pages,
-    where: jax.Array,
-    entering: jax.Array,
+    state: ServeState,
+    rows: StageRows,
+    entering: Entering,
     whole: str = "",
     parts: str = "",
 ):
-    """Chunks (ChunkRows.where) in any stage but the last: (pages, what leaves it [R, C, D]). `entering`: tokens int32
-    [R, C] in the first stage, else what left the one before."""
-    positions, ctx = programs.chunk_context(stage.model, layout, where, entering.shape[1], whole, parts)
-    _, x, pages = through(stage, params, pages, entering, positions, ctx)
-    return pages, x
+    """Chunks in any stage but the last: (the state, what leaves it, each [R, C, ...]). `entering`: tokens (int32
+    [R, C],) in the first stage, else what left the one before."""
+    positions, ctx = _chunk_context(stage, layout, state, rows, entering, whole, parts)
+    _, x, pages = through(stage, params, state.pages, entering[0], positions, ctx)
+    return dataclasses.replace(state, pages=pages), x, *left_of(stage, ctx.seen)
 
 
 def last_chunk(
@@ -81,28 +110,53 @@ def last_chunk(
     params,
     state: ServeState,
     rows: ChunkRows,
-    entering: jax.Array,
+    entering: Entering,
     whole: str = "",
     parts: str = "",
     proposer: Proposer | None = None,
 ):
     """The same in the last stage, returning as programs.chunk does; with a proposer, parameters are its own too."""
     params, proposers = both(params) if proposer else (params, None)
-    positions, ctx = programs.chunk_context(stage.model, layout, rows.where, rows.tokens.shape[1], whole, parts)
-    lm, x, pages = through(stage, params, state.pages, entering, positions, ctx)
+    positions, ctx = _chunk_context(stage, layout, state, rows, entering, whole, parts)
+    lm, x, pages = through(stage, params, state.pages, entering[0], positions, ctx)
     hidden, drafts = lm.finish(x), state.drafts
     slots, *found = programs.chunk_end(lm, state.slots, rows, hidden)
     if proposer:
-        read = programs.Chunk(rows.where[:, 0], rows.where[:, 5] > 0, ctx, rows.tokens, positions, hidden)
+        plain = programs.blind(ctx)
+        read = programs.Chunk(rows.where[:, 0], rows.where[:, 5] > 0, plain, rows.tokens, positions, hidden)
         drafts = proposer.read(proposers, drafts, read)
     return ServeState(pages, slots, drafts), *found
 
 
-def _step(stage: Stage, layout: PageLayout, params, pages: Pages, where: jax.Array, entering: tuple, i: jax.Array):
+def _chunk_context(
+    stage: Stage, layout, state, rows: StageRows | ChunkRows, entering: Entering, whole: str, parts: str
+):
+    count = entering[0].shape[1]
+    positions, ctx = programs.chunk_context(stage.model, layout, rows.where, count, whole, parts)
+    seen = seen_in(stage, state.vectors, rows.seen, entering)
+    return positions, dataclasses.replace(ctx, seen=seen, turns=rows.turns, until=rows.until)
+
+
+def seen_in(stage: Stage, vectors: jax.Array | None, places: jax.Array | None, entering: Entering) -> Seen | None:
+    """As programs.seen_at, for a stage: of the first one's vectors, or of what is left of them."""
+    if places is None or stage.first:
+        return programs.seen_at(vectors, places)
+    return Seen(entering[1], places >= 0) if len(entering) > 1 else None
+
+
+def left_of(stage: Stage, seen: Seen | None) -> Entering:
+    """What is left of vectors for the stages behind."""
+    left = seen and seen.past(stage.count, stage.model.config.embed_dim)
+    return () if left is None else (left,)
+
+
+def _step(stage: Stage, layout: PageLayout, params, pages: Pages, rows: StageRows, entering: Entering, i: jax.Array):
+    where = rows.where
     active = i < where[:, 2]
     position = jnp.where(active, where[:, 1] + i, 0)
     of_rows = {"adapter": where[:, -1], "slot": where[:, 0]}
     ctx = Paged.make(where[:, 3:-1], active[:, None], layout, stage.model.execution, **of_rows)
+    ctx = dataclasses.replace(ctx, turns=programs.shifted(position[:, None], rows.shift))
     return through(stage, params, pages, entering[0], position[:, None], ctx)
 
 
@@ -111,6 +165,6 @@ def through(
 ) -> tuple[Transformer, jax.Array, Pages]:
     """(the stage's layers, what leaves them [B, T, D], pages)."""
     lm = stage.lm(params)
-    x = lm.embed(entering, positions) if stage.first else entering
+    x = lm.enter(entering, positions, ctx) if stage.first else entering
     x, pages, _ = lm.run(x, positions, ctx, pages)
     return lm, x, pages

@@ -12,33 +12,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlm.generate import make_pages
 from shardlm.mesh import MeshSpec
 from shardlm.serve import stage_drafts, stage_programs
 from shardlm.serve.batch import Row, ScheduledBatch
 from shardlm.serve.carry import alone, carry, is_here
 from shardlm.serve.followers import told
 from shardlm.serve.host_pages import Move
+from shardlm.serve.image_encoder import ImageEncoder
+from shardlm.serve.image_rows import shifts
 from shardlm.serve.launcher import Later, Launcher, Part, launcher_on
 from shardlm.serve.memory_copies import NO_COPIES, copier
 from shardlm.serve.programs import ChunkRows
 from shardlm.serve.runner import Runner
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.proposer import Proposer
-from shardlm.serve.stage_programs import Steps
+from shardlm.serve.stage_groups import Groups
+from shardlm.serve.stage_programs import StageRows, Steps
 from shardlm.serve.stages import Place, part_of, together
 from shardlm.serve.started import Call
-from shardlm.serve.state import empty_state
+from shardlm.serve.state import empty_stage, empty_state
 from shardlm.state import ModelDef, at_rest
 
 UNTRIED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}  # options of XLA
 
 
-class StagedRunner(Runner):
+class StagedRunner(Groups, Runner):
     """As Runner, with a state of each stage."""
 
     def __init__(
@@ -48,14 +49,15 @@ class StagedRunner(Runner):
         config: RunnerConfig,
         like: "StagedRunner | None" = None,
         proposer: Proposer | None = None,
+        image_encoder: ImageEncoder | None = None,
     ):
-        """As Runner's. What proposes drafts is in the last stage."""
+        """As Runner's. What proposes drafts is in the last stage, what reads images in the first."""
         self.stages = tuple(place.stages)
         self._whole = [NamedSharding(stage.mesh, PartitionSpec()) for stage in self.stages]
         self._here = [is_here(stage.mesh) for stage in self.stages]
         self._carries = [carry(self.stages[s - 1].mesh, stage.mesh) for s, stage in enumerate(self.stages)]
         self._fed: dict[tuple, tuple[jax.ShapeDtypeStruct, ...]] = {}  # what enters a stage, by program and stage
-        super().__init__(model, (), self.stages[-1].mesh, config, proposer, place.draft, like=like)
+        super().__init__(model, (), self.stages[-1].mesh, config, proposer, place.draft, like, image_encoder)
         self._parts = list(place.params)
 
     @property
@@ -102,11 +104,12 @@ class StagedRunner(Runner):
             super()._write(s, part, number)
 
     def _state_makers(self) -> tuple[Callable[[], Any], ...]:
-        """Of the pages of each stage; of the last one with its slots."""
+        """Of the pages of each stage; of the last one with its slots, of the first with what images are read to."""
         config, makers = self.config, []
         for stage in self.stages:
             sizes = (stage.layout(config.layout), config.page_size)
-            make = functools.partial(make_pages, stage.model, *sizes)
+            seen = self.image_encoder.vectors if self.image_encoder and stage.first else None
+            make = functools.partial(empty_stage, stage.model, *sizes, seen)
             if stage.last:
                 drafts = self.proposer.empty if self.proposer else tuple
                 make = functools.partial(empty_state, stage.model, *sizes, config.max_rows, drafts)
@@ -157,9 +160,9 @@ class StagedRunner(Runner):
 
     def _shapes(self) -> Mapping[Any, tuple[Callable, tuple]]:
         """The stage is last in each key."""
-        work = self._edits_of_last() | self._writers() | self._copiers() | self._movers()
+        work = self._edits_of_last() | self._writers() | self._copiers() | self._movers() | self._looks()
         for rows in self.group_sizes:
-            work |= self._step_shapes(self._decoding, self._inputs.decode_rows((), rows).where)
+            work |= self._step_shapes(self._decoding, self._decoded((), rows))
         for key, how in self.config.chunk_programs.items():
             work |= self._chunk_shapes(*key, how)
         return {key: one for key, one in work.items() if self._here[key[-1]]}
@@ -187,13 +190,17 @@ class StagedRunner(Runner):
             if stage.layout(self.config.layout).memories or (stage.last and self._copied_drafts)
         ]
 
+    def _looks(self) -> dict[Any, tuple[Callable, tuple]]:
+        looks = self.image_encoder.shapes(self._state[0]) if self.image_encoder else {}
+        return {(*key, 0): one for key, one in looks.items()}
+
     def _edits_of_last(self) -> dict[Any, tuple[Callable, tuple]]:
         last, edits = len(self.stages) - 1, self._edits()
         return {(key, last): (function, ((), self._state[-1], *rest)) for key, (function, rest) in edits.items()}
 
-    def _step_shapes(self, steps: Steps, empty: np.ndarray) -> dict[Any, tuple[Callable, tuple]]:
-        """Of rows that are described by such an array, int32 [rows, ...]."""
-        last, rows = len(self.stages) - 1, empty.shape[0]
+    def _step_shapes(self, steps: Steps, empty: StageRows) -> dict[Any, tuple[Callable, tuple]]:
+        """Of rows that are described so."""
+        last, rows = len(self.stages) - 1, len(empty.where)
         kept = (self._state[-1].slots, self._state[-1].drafts)
         with jax.set_mesh(self.mesh):
             _, held, entering = jax.eval_shape(steps.begin, self._drafting, kept, empty)
@@ -201,7 +208,7 @@ class StagedRunner(Runner):
         stream = jax.ShapeDtypeStruct((*entering[0].shape, self.model.config.embed_dim), self.model.execution.dtype)
         work = {}
         for s, stage in enumerate(self.stages):
-            entered = entering if stage.first else (stream, *entering[1:])
+            entered = entering if stage.first else (stream, *entering[1:], *self._left(s, empty.seen))
             self._fed[rows, s] = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in entered)
             where, entered, step = self._shapes_on(s, (empty, entered, np.int32(0)))
             function = functools.partial(steps.last_step if stage.last else steps.step, stage)
@@ -215,14 +222,14 @@ class StagedRunner(Runner):
 
     def _chunk_shapes(self, kind: str, size: tuple[int, int], how: dict[str, str]) -> dict[Any, tuple[Callable, tuple]]:
         work = {}
-        rows = self._inputs.chunk_rows((), size)
+        rows = self._inputs.chunk_rows((), size, kind == "whole")
         for s, stage in enumerate(self.stages):
             last = functools.partial(stage_programs.last_chunk, proposer=self.proposer)
             function = last if stage.last else stage_programs.chunk
-            where = rows if stage.last else rows.where
-            own, entering = self._shapes_on(s, where), self._entering(s, size)
+            own = self._shapes_on(s, rows if stage.last else StageRows.of(rows))
+            entering = self._entering(s, rows)
             if not stage.first:
-                self._fed[(kind, size), s] = (jax.ShapeDtypeStruct(entering.shape, entering.dtype),)
+                self._fed[(kind, size), s] = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in entering)
             function = functools.partial(function, stage, stage.layout(self.config.layout), **how)
             work[kind, size, s] = function, (self._own(s), self._state[s], own, entering)
         return work
@@ -231,12 +238,20 @@ class StagedRunner(Runner):
         """Of arrays of the host, whole on each device of a stage."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._whole[s]), arguments)
 
-    def _entering(self, s: int, tokens: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """What comes into a stage for these rows (and columns) of tokens."""
+    def _entering(self, s: int, rows: ChunkRows) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What comes into a stage for chunks."""
         if self.stages[s].first:
-            return jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=self._whole[s])
-        shape = (*tokens, self.model.config.embed_dim)
-        return jax.ShapeDtypeStruct(shape, self.model.execution.dtype, sharding=self._whole[s])
+            return self._shapes_on(s, (rows.tokens,))
+        stream = jax.ShapeDtypeStruct((*rows.tokens.shape, self.model.config.embed_dim), self.model.execution.dtype)
+        return self._shapes_on(s, (stream, *self._left(s, rows.seen)))
+
+    def _left(self, s: int, places: np.ndarray | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What is left of images' vectors for a stage but the first (stage_programs.left_of)."""
+        deep = self.image_encoder.sight.deep if places is not None else 0
+        if deep <= (before := self.stages[s].layers.start):
+            return ()
+        shape = (*places.shape, (1 + deep - before) * self.model.config.embed_dim)
+        return (jax.ShapeDtypeStruct(shape, self.model.execution.dtype),)
 
     def _mesh_of(self, key: Any) -> Mesh:
         return self.stages[key[-1]].mesh
@@ -249,6 +264,8 @@ class StagedRunner(Runner):
             return self._chunk(*key, *arguments)
         if key == "copies":
             return self._copied(*arguments)
+        if key[0] == "look":
+            return self._looked((*key, 0), *arguments)
 
         def call() -> list:
             if not self._here[-1]:
@@ -260,14 +277,22 @@ class StagedRunner(Runner):
 
         return self._launchers[-1].submit(call)
 
+    def _looked(self, key: Any, *arguments) -> Later:
+        def call() -> list:
+            if self._here[0]:
+                self._state[0] = self._programs[key](self.image_encoder.params, self._state[0], *arguments)
+            return []
+
+        return self._launchers[0].submit(call)
+
     def _chunk(self, kind: str, size: tuple[int, int], rows: ChunkRows) -> Later:
         def call(s: int, before: Later | None) -> list | None:
             carried = self._carries[s](before.result(), self._fed[(kind, size), s]) if before else None
             if not self._here[s]:
                 return None
-            entering = carried[0] if before else self._on(s, rows.tokens)
-            where = self._on(s, rows if self.stages[s].last else rows.where)
-            self._state[s], *found = self._programs[kind, size, s](self._own(s), self._state[s], where, entering)
+            entering = carried if before else self._on(s, (rows.tokens,))
+            own = self._on(s, rows if self.stages[s].last else StageRows.of(rows))
+            self._state[s], *found = self._programs[kind, size, s](self._own(s), self._state[s], own, entering)
             return found
 
         made = None
@@ -290,90 +315,14 @@ class StagedRunner(Runner):
         count = min(len(self.stages), len(decodes))
         dealt = [decodes[number::count] for number in range(count)]
         size = next(size for size in self.group_sizes if size >= len(dealt[0]))
-        rows = [self._inputs.decode_rows([(row, batch.page_table[n]) for n, row in own], size).where for own in dealt]
+        rows = [self._decoded([(row, batch.page_table[n]) for n, row in own], size) for own in dealt]
         found = self._in_turn(rows, batch.steps)
         return [
             Call(tuple(n for n, _ in own), Part(held, lambda held: held[1:]), chunk=False)
             for own, held in zip(dealt, found, strict=True)
         ]
 
-    @told
-    def _in_turn(self, rows: Sequence[np.ndarray], steps: int) -> list[Later]:
-        """Groups of rows, whose steps alternate: what each holds after the last one."""
-        groups, stages = [self._begun(where) for where in rows], len(self.stages)
-        turn = max(len(groups), stages)  # ticks from a group's step to its next
-        for tick in range((steps - 1) * turn + len(groups) + stages - 1):
-            now = [(s, *divmod(tick - s, turn)) for s in range(min(stages, tick + 1))]
-            now = [(s, i, groups[g]) for s, i, g in now if i < steps and g < len(groups)]
-            # Between processes what is sent waits for who takes it: first all of it, or a group's would wait for the
-            # program of another.
-            for s, _, group in now:
-                group.entering = self._launchers[s].submit(functools.partial(self._arrive, s, group, group.entering))
-            for s, i, group in now:
-                # Where drafts are made, steps count down to the last one, which makes none.
-                step = functools.partial(self._step_of, s, group, group.entering, steps - 1 - i if self.proposer else i)
-                group.entering = self._launchers[s].submit(step)
-        return [self._launchers[-1].submit(functools.partial(self._ended, group)) for group in groups]
-
-    def _ended(self, group: "_Group") -> tuple:
-        if not self._here[-1]:
-            return ()
-        end = self._programs["end", group.size, len(self.stages) - 1]
-        self._keep(end((), self._kept, group.where[-1], group.held[0]))
-        return group.held
-
-    @property
-    def _kept(self) -> tuple:
-        """What the last stage keeps of requests."""
-        return self._state[-1].slots, self._state[-1].drafts
-
-    def _keep(self, kept: tuple) -> None:
-        self._state[-1] = dataclasses.replace(self._state[-1], slots=kept[0], drafts=kept[1])
-
-    def _begun(self, rows: np.ndarray) -> "_Group":
-        where = [self._on(s, rows) for s in range(len(self.stages))]
-        group = _Group(len(rows), where)
-
-        def call() -> tuple | None:
-            if not self._here[-1]:
-                return None
-            begin = self._programs["begin", group.size, len(self.stages) - 1]
-            kept, group.held, entering = begin(self._drafting, self._kept, where[-1])
-            self._keep(kept)
-            return entering
-
-        group.entering = self._launchers[-1].submit(call)
-        return group
-
-    def _arrive(self, s: int, group: "_Group", before: Later) -> tuple | None:
-        """What enters a stage, on its devices."""
-        return self._carries[s](before.result(), self._fed[group.size, s])
-
-    def _step_of(self, s: int, group: "_Group", arrived: Later, i: int) -> tuple | None:
-        """Of one stage: what enters the next one, or the first one at the next step."""
-        if not self._here[s]:
-            return None
-        weights, rest = self._own(s), (group.where[s], arrived.result(), self._steps[s][i])
-        run, state = self._programs["step", group.size, s], self._state[s]
-        if not self.stages[s].last:
-            self._state[s], leaving = run(weights, state, *rest)
-            return leaving
-        (pages, drafts, group.held), leaving = run(weights, (state.pages, state.drafts, group.held), *rest)
-        self._state[s] = dataclasses.replace(state, pages=pages, drafts=drafts)
-        return leaving
-
-
-@dataclasses.dataclass
-class _Group:
-    """Rows whose steps run as one.
-
-    size      of the programs
-    where     what describes the rows (DecodeRows.where) on each stage's devices
-    entering  what enters the first stage next, or the stage after the one whose start was last asked for
-    held      the slots of the rows, first, and what was sampled so far; for the last stage's launcher alone
-    """
-
-    size: int
-    where: list[jax.Array]
-    entering: Later | None = None
-    held: tuple = ()
+    def _decoded(self, rows: Sequence[tuple[Row, np.ndarray]], size: int) -> StageRows:
+        """As Inputs.decode_rows."""
+        shift = shifts(self._inputs.sight, [row for row, _ in rows], size)
+        return StageRows(self._inputs.decode_rows(rows, size).where, **shift)

@@ -39,6 +39,11 @@ class Stage:
     absent: Tree
     held: Tree = None
 
+    @property
+    def count(self) -> int:
+        """How many layers it has."""
+        return self.layers.stop - self.layers.start
+
     def lm(self, params: Tree) -> Transformer:
         """The layers with these parameters, of this stage alone; for use inside jit."""
         return nnx.merge(self.model.graph, joined(params, self.absent))

@@ -47,10 +47,11 @@ class Slots:
 @dataclasses.dataclass(frozen=True)
 class ServeState:
     """Donated to every program. `drafts` is what a proposer of drafts keeps (speculation/); vectors [places, (1 + deep)
-    * D], of the images of prompts that are being read (encoder_cache.py), None where the model does not see."""
+    * D], of the images of prompts that are being read (encoder_cache.py), None where the model does not see. Of
+    pipeline stages the last has slots and drafts, and the first has vectors."""
 
     pages: Pages
-    slots: Slots
+    slots: Slots | None
     drafts: Any = ()
     vectors: jax.Array | None = None
 
@@ -77,8 +78,16 @@ def empty_state(
         counts=empty_counts(rows, vocab),
         shift=jnp.zeros(rows, jnp.int32) if axes else None,
     )
+    own = empty_stage(model, layout, page_size, vectors)
+    return dataclasses.replace(own, slots=slots, drafts=drafts())
+
+
+def empty_stage(
+    model: ModelDef, layout: PageLayout, page_size: int, vectors: tuple[int, int] | None = None
+) -> ServeState:
+    """The same of a stage that is not the last: pages, and vectors."""
     seen = jnp.zeros(vectors, model.execution.dtype) if vectors else None
-    return ServeState(make_pages(model, layout, page_size), slots, drafts(), seen)
+    return ServeState(make_pages(model, layout, page_size), None, (), seen)
 
 
 def no_edits(rows: int) -> Edits:

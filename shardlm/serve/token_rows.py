@@ -55,7 +55,8 @@ def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeStat
         pages, own, said = carry
         read, position, active = fed(where, own.last, i)
         given = (pages, where[:, 6:-1], read, position, active, where[:, -1], where[:, 0])
-        images = of_images(state, rows, position, own.shift, i)
+        places, turns = of_images(rows, position, own.shift, i)
+        images = {"seen": seen_at(state.vectors, places), "turns": turns}
         lm, hidden, pages = hidden_of_one(model, layout, params, *given, rows="in_turn", **images)
         own, said = sampled(lm, hidden, where, own, said, i)
         return pages, own, said
@@ -65,16 +66,18 @@ def run(model: ModelDef, layout: PageLayout, most: int, params, state: ServeStat
     return state, said.found, said.scores, said.first
 
 
-def of_images(state: ServeState, rows: TokenRows, position: jax.Array, shift: jax.Array | None, i) -> dict[str, Any]:
-    """What the context of step i has of images: the first reads what is given, the others what follows."""
+def of_images(
+    rows: Any, position: jax.Array, shift: jax.Array | None, i: jax.Array
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """`seen` and `turns` of TokenRows at step i: the first reads what is given, the others what follows."""
     if rows.seen is None:
-        return {}
+        return None, None
     given = (i == 0) & (rows.where[:, 3:4] >= 0)
-    seen = seen_at(state, jnp.where(given, rows.seen, -1))
+    seen = jnp.where(given, rows.seen, -1)
     if shift is None:
-        return {"seen": seen}
+        return seen, None
     later = jnp.broadcast_to((position + shift)[:, None, None], rows.turns.shape)
-    return {"seen": seen, "turns": jnp.where(given[..., None], rows.turns, later)}
+    return seen, jnp.where(given[..., None], rows.turns, later)
 
 
 @jax.tree_util.register_dataclass

@@ -2,6 +2,7 @@
 A model may be larger than memory: what is read of it is written before more is read."""
 
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -25,6 +26,9 @@ from shardlm.state import at_rest
 from shardlm.tokenizer import Tokenizer, file_of
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.vision import kept
+from shardlm.vision.registry import sees
+
+log = logging.getLogger(__name__)
 
 
 def to_hf(
@@ -36,9 +40,9 @@ def to_hf(
     ema: bool = False,
     merge: bool = False,
 ) -> None:
-    """A checkpoint as a folder that `transformers` opens, with what sees where it began with one that does; of adapters,
-    one that PEFT opens, or with `merge` their sum with the weights that they stand on. Raises ShardlmError for a model
-    that Hugging Face has no architecture for, and where `output` exists."""
+    """A checkpoint as a folder that `transformers` opens, with what sees where it began with one that does and that is
+    still there; of adapters, one that PEFT opens, or with `merge` their sum with the weights that they stand on.
+    Raises ShardlmError for a model that Hugging Face has no architecture for, and where `output` exists."""
     if dtype not in DTYPES:
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
     # Sums of weights and adapters are rounded as weights are held: in full where that is asked for.
@@ -54,6 +58,9 @@ def to_hf(
     beside = folder
     if isinstance(source, Pretrained):
         seeing = kept.whole(hf_files.home(pathlib.Path(source.folder)), source.options)
+        if sees(source.options) and not seeing:
+            why = f"the encoder of images is in {source.folder}, which has no weights now"
+            log.warning("%s has the text alone, as %s", output, why)
         if (own := hf_files.home(pathlib.Path(source.folder))).is_dir():
             beside = own  # templates and the like, beside the same tokenizer
     else:
@@ -74,9 +81,9 @@ def to_hf(
             described.write_text(json.dumps(_tokenizer_config(folder), indent=2) + "\n")
 
     written = jnp.dtype(DTYPES[dtype])
-    planned = list(weights.planned(opened.model.config, _unread(opened, name), names, written))
+    planned = weights.planned(opened.model.config, _unread(opened, name), names, written)
     if seeing:
-        planned = [*map(seeing.named, planned), *seeing.planned(written)]
+        planned = seeing.planned(planned, written)
         config = {**seeing.config, "dtype": dtype}
     with bytes_bar("writing weights") as progress:
         hf_files.write_folder(output, planned, config, finish, shard_bytes, progress)

@@ -1,5 +1,5 @@
-"""The images of a batch, read by a checkpoint's encoder, which stands still while the rest is trained: one image on each
-device at a time, whose vectors go to the tokens that stand for them. Who reads what is looks.py's."""
+"""The images of a batch, read by a checkpoint's encoder, which stands still while the rest is trained: one image on
+each device at a time, whose vectors go to the tokens that stand for them. Who reads what is looks.py's."""
 
 import dataclasses
 import functools
@@ -93,7 +93,8 @@ class Seeing:
             return self.encoder.load(Folder.open(pathlib.Path(folder)), progress)
 
     def __call__(self, params: Any, looks: Sequence[Look]) -> dict[str, jax.Array]:
-        """A batch's "seen", "vectors" and, where the tokens of an image see all of it, "until"; under the run's mesh."""
+        """A batch's "seen", "vectors" and, where the tokens of an image see all of it, "until", under the run's
+        mesh."""
         vectors = _nothing(self)
         for look in looks:
             arguments = self._inputs(look), self._on_devices(look.counts), self._taken(look)

@@ -22,8 +22,8 @@ from shardlm.train import offload, one_f_one_b
 from shardlm.train.mtp import further_rows, mtp_losses, together
 
 Batch = dict[str, jax.Array]
-"""tokens, targets, segment_ids, positions int32 [B, T] and loss_mask float32 [B, T] (data/loader.py); of models that see,
-where there are images, turns, seen and vectors (layers/packed.py, of_rows)."""
+"""tokens, targets, segment_ids, positions int32 [B, T] and loss_mask float32 [B, T] (data/loader.py); where there are
+images, what layers/packed.py's of_rows has of them besides."""
 Gradient = Callable[[Any, Batch, jax.Array, Any], tuple[Any, dict[str, jax.Array], Any]]
 """(params, batch, loss scale, the state's link) -> (gradients where the optimizer rests, losses, new link)."""
 
@@ -248,7 +248,8 @@ def row_losses(z_loss: float, mtp_loss: float):
 
 
 def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
-    """[B, T, ...] -> [count, B / count, T, ...]. Microbatch i takes rows i, i + count, ..., so that no row changes device."""
+    """[B, T, ...] -> [count, B / count, T, ...]. Microbatch i takes rows i, i + count, ..., so that no row changes
+    device."""
     rows = rules.act.spec("batch", None, "whole_seq")
     split = a.reshape(a.shape[0] // count, count, *a.shape[1:], out_sharding=rows)
     return jnp.moveaxis(split, 1, 0)

@@ -17,6 +17,7 @@ from shardlm.train.evaluate import Evaluator
 from shardlm.train.program import Program
 from shardlm.train.seeing import sight_of_run
 from shardlm.train.step import Batch
+from shardlm.vision.sight import Sight
 
 
 class Source(Protocol):
@@ -77,10 +78,8 @@ class Texts:
         sight = sight_of_run(program.config)
         with report.Preparing(enabled=jax.process_index() == 0) as progress:
             data = prepare(program.config.data, progress, sight)
-        if data.train.image_token is None and data.validation.image_token is None:
-            return cls(program, data)
-        program = program.that_sees(sight)
-        return cls(program, data, program.seeing.load(program.config.model.folder))
+        program, eyes = with_eyes(program, data, sight)
+        return cls(program, data, eyes)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -98,6 +97,15 @@ class Texts:
 
     def described(self, source: "Rows") -> list[str]:
         return report.of_texts(self.program, self.data, source.loader.padding_fraction)
+
+
+def with_eyes(program: Program, data: Prepared, sight: Sight | None) -> tuple[Program, Any]:
+    """(the program that reads the images of these data, the weights that see them): where they have none, the program
+    as it is and None. Raises ShardlmError for what does not go with images."""
+    if data.train.image_token is None and data.validation.image_token is None:
+        return program, None
+    program = program.that_sees(sight)
+    return program, program.seeing.load(program.config.model.folder)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,6 +138,13 @@ def token_ids(folder: pathlib.Path, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(found[name] for name in names)
 
 
+def named(folder: pathlib.Path, name: str, usual: str) -> str:
+    """The special token that a folder's tokenizer_config.json has by a name; `usual` where it says none."""
+    own = _read(folder / "tokenizer_config.json")
+    found = own.get(name) or (own.get("extra_special_tokens") or {}).get(name) or usual
+    return found["content"] if isinstance(found, dict) else found
+
+
 def newlines(folder: pathlib.Path) -> dict[int, int]:
     """The tokens of so many line ends, by how many, where the folder's tokenizer.json has one for two. Raises
     ShardlmError where it has none."""

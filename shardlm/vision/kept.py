@@ -1,20 +1,21 @@
-"""A checkpoint whose language model was trained further, written whole: the part that sees as it was, and the names that
-the checkpoint has for both."""
+"""A checkpoint whose language model was trained further, written whole: the part that sees as it was, and the names
+that the checkpoint has for both."""
 
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from shardlm.hf_files import Folder, Planned, holds_weights
 from shardlm.hf_quantised import OPTIONS, dequantised
-from shardlm.models.naming import renamed
-from shardlm.vision.registry import sees, sight_of
+from shardlm.models.expert_tensors import together
+from shardlm.vision.registry import sees
+from shardlm.weights import text_name
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,41 +23,43 @@ class Whole:
     """The checkpoint that a language model came from.
 
     config   its config.json, not quantised
-    eyes     tensors of what sees, by name
-    layers   what the names of the language model's tensors begin with
-    head     what its output head is called
+    eyes     tensors of what sees, and hears, by name
+    names    of the language model's tensors here, by those that it has written alone
+    layers   what the names of most of them begin with here
+    shapes   of the language model's tensors, by the names that it has written alone
     """
 
     config: Mapping[str, Any]
     eyes: Mapping[str, Any]
+    names: Mapping[str, str]
     layers: str
-    head: str
+    shapes: Mapping[str, tuple[int, ...]]
 
-    def named(self, text: Planned) -> Planned:
-        """A tensor of the language model written alone, as the whole checkpoint calls it."""
-        if text.name == HEAD:
-            return dataclasses.replace(text, name=self.head)
-        return dataclasses.replace(text, name=self.layers + text.name.removeprefix("model."))
-
-    def planned(self, dtype: np.dtype) -> Iterator[Planned]:
-        """What sees, in `dtype`."""
+    def planned(self, text: Iterable[Planned], dtype: np.dtype) -> Iterator[Planned]:
+        """The checkpoint with these tensors of its language model written alone, and what sees, in `dtype`."""
+        for one in together(text, self.shapes):
+            yield dataclasses.replace(one, name=self.named(one.name))
         for name, stored in self.eyes.items():
             yield Planned(name, np.dtype(dtype), tuple(stored.shape), functools.partial(_read, stored, dtype))
+
+    def named(self, alone: str) -> str:
+        """A tensor of the language model written alone, as the whole checkpoint calls it."""
+        usual = self.layers + alone.removeprefix("model.") if alone.startswith("model.") else alone
+        return self.names.get(alone, usual)
 
 
 def whole(folder: pathlib.Path, options: Mapping[str, Any]) -> Whole | None:
     """Of a checkpoint by its config.json; None where it doesn't see, or is not in the folder any more."""
     if not sees(options) or not holds_weights(folder):
         return None
-    tensors = sight_of(folder, options).encoder.tensors
     opened = Folder.open(folder)
-    stored = dequantised(opened.tensors, opened.config)
-    eyes = {n: one for n, one in stored.items() if renamed(n, tensors.renames).startswith(tensors.prefixes)}
-    rest = [name for name in stored if name not in eyes]
-    embedding = min((name for name in rest if name.endswith(EMBEDDING)), key=len)
-    head = next((name for name in rest if name.endswith(HEAD)), HEAD)
+    stored, alone = dequantised(opened.tensors, opened.config), text_name(opened.config)
+    eyes = {name: one for name, one in stored.items() if alone(name) is None}
+    names = {alone(name): name for name in stored if name not in eyes}
+    shapes = {own: tuple(stored[name].shape) for own, name in names.items()}
+    layers = names.get(f"model.{EMBEDDING}", f"model.{EMBEDDING}").removesuffix(EMBEDDING)
     config = {name: value for name, value in options.items() if name not in OPTIONS}
-    return Whole(config, eyes, embedding.removesuffix(EMBEDDING), head)
+    return Whole(config, eyes, names, layers, shapes)
 
 
 def _read(stored: Any, dtype: np.dtype) -> np.ndarray:

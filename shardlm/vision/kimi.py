@@ -29,6 +29,7 @@ from shardlm.vision.tower import (
     linear_names,
     norm_names,
     patch_names,
+    shared,
     sines_of,
 )
 from shardlm.vision.tower_weights import Tensors
@@ -137,19 +138,14 @@ class KimiEncoder(nnx.Module):
         self.second = Linear(M * D, config.width, True, params)
 
     def __call__(self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution) -> jax.Array:
-        x = self.patches(inputs["pixels"], execution) + self._places(inputs, execution)
+        table = in_use(self.positions, execution)
+        learned = shared(table.reshape(-1, table.shape[-1]), inputs["near"], inputs["shares"])
+        x = self.patches(inputs["pixels"], execution) + learned
         sines = sines_of((inputs["rows"], inputs["columns"]), self.config.frequencies)
         x, _ = self.tower(x, count, execution, sines)
         x = self.norm(self.last_norm(x, execution), execution)
         x = self.first(x.reshape(-1, self.config.merge**2 * x.shape[-1]), execution)
         return self.second(activate(x, "gelu"), execution)
-
-    def _places(self, inputs: Mapping[str, jax.Array], execution: Execution) -> jax.Array:
-        """Shares of the positions that are near, [P, D]: a sum of 16, so that no [P, 16, D] is made."""
-        table = in_use(self.positions, execution)
-        table = table.reshape(-1, table.shape[-1])
-        shares = inputs["shares"].astype(table.dtype)
-        return sum(shares[:, i, None] * table[inputs["near"][:, i]] for i in range(shares.shape[1]))
 
 
 def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight:

@@ -35,6 +35,11 @@ from shardlm.vision.tower_weights import Tensors
 
 RMS = NormConfig("rms", 1e-5)
 PREFIXES = ("vision_tower.", "multi_modal_projector.")
+LIGHTON = (
+    (r"^model\.", ""),
+    (r"^vision_encoder\.", "vision_tower."),
+    (r"^vision_projection\.", "multi_modal_projector."),
+)
 MISTRALS = (  # names in Mistral's own files, and those of transformers
     (r"^vision_encoder\.", "vision_tower."),
     (r"^pre_mm_projector_norm\.", "multi_modal_projector.norm."),
@@ -52,7 +57,8 @@ MISTRALS = (  # names in Mistral's own files, and those of transformers
 class PixtralConfig:
     """tower: its layers, one of `patch` pixels a side; theta of the rotation; merge: patches a side that one vector is
     made of; width of vectors; eps of the merger's norm; activation and biases of what projects; merges: whether there
-    is a merger; mistrals: whether files have Mistral's own names, and rotated pairs side by side."""
+    is a merger; mistrals: whether files have Mistral's own names, and rotated pairs side by side; lighton: whether they
+    have LightOnOCR's."""
 
     tower: TowerConfig
     patch: int
@@ -64,10 +70,13 @@ class PixtralConfig:
     bias: bool
     merges: bool
     mistrals: bool = False
+    lighton: bool = False
 
     @property
     def tensors(self) -> Tensors:
-        return Tensors(PREFIXES, renames=MISTRALS) if self.mistrals else Tensors(PREFIXES)
+        if self.mistrals or self.lighton:
+            return Tensors(PREFIXES, renames=MISTRALS if self.mistrals else LIGHTON)
+        return Tensors(PREFIXES)
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
@@ -137,22 +146,24 @@ class PixtralEncoder(nnx.Module):
 
 
 def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Sight | None:
-    """Of `model_type` mistral3 and mistral_large4, and of llava, where no patches are merged. None: with another tower
-    than Pixtral's."""
+    """Of `model_type` mistral3 and mistral_large4, of llava, where no patches are merged, and of lighton_ocr, where no
+    tokens part rows. None: with another tower than Pixtral's."""
     told = options["vision_config"]
     if told.get("model_type", "pixtral") != "pixtral":
         return None
     config = _config(options)
-    images = PixtralImages.told(processing(folder, asked), config.patch, config.merge, told.get("image_size") or 1540)
-    token = options.get("image_token_index") or options.get("image_token_id") or 10
-    ends = token_ids(folder, (BREAK, END))
+    processed = processing(folder, asked)
+    images = PixtralImages.told(processed, config.patch, config.merge, told.get("image_size") or 1540, config.lighton)
+    usual = 151_655 if config.lighton else 10
+    token = options.get("image_token_index") or options.get("image_token_id") or usual
+    ends = () if config.lighton else token_ids(folder, (BREAK, END))
 
     def tokens(picture) -> list[int]:
         rows, columns = picture.grid
-        every = ([token] * columns + [ends[0]]) * rows
-        return [*every[:-1], ends[1]]
+        every = ([token] * columns + [*ends[:1]]) * rows
+        return [*every[:-1], ends[1]] if ends else every
 
-    most = (images.longest // images.side * config.merge) ** 2
+    most = (-(-images.longest // images.side) * images.side // config.patch) ** 2
     return Sight(token, token, images, tokens, program_sizes(most, config.merge**2), config, config.merge**2)
 
 
@@ -186,6 +197,7 @@ def _config(options: Mapping[str, Any]) -> PixtralConfig:
         bias=bool(options.get("multimodal_projector_bias", not merges)),
         merges=merges,
         mistrals=options.get("model_type") == "mistral_large4",
+        lighton=options.get("model_type") == "lighton_ocr",
     )
     own.finish()
     return found

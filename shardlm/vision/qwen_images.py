@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.vision.asked import check_most, edges_asked, number_asked
 from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels, known_by, patches, places
 from shardlm.vision.picture import Picture
 
@@ -25,8 +26,8 @@ class QwenImages:
     """fewest, most: pixels of an image; patch: pixels of a patch's side; merge: patches of a square's side; window:
     squares of a window's side, 0: there are none; side: learned positions of a side, 0: there are none."""
 
-    fewest: int
-    most: int
+    fewest: float
+    most: float
     patch: int
     merge: int
     pixels: Pixels
@@ -50,10 +51,24 @@ class QwenImages:
             raise ShardlmError(f"the folder's images have {fewest} to {most} pixels; the second needs {least} or more")
         return cls(fewest, most, patch, merge, Pixels.told(told, mean=CLIP_MEAN, std=CLIP_STD), window, side)
 
+    def asked(self, how: Mapping[str, Any]) -> "QwenImages":
+        """As a request wants its images, of which none has more pixels than the largest here: min_pixels and
+        max_pixels, or size with shortest_edge and longest_edge, which are other names of them. Raises ShardlmError."""
+        size = edges_asked(how, ("shortest_edge", "longest_edge"))
+        fewest = number_asked("min_pixels", how.get("min_pixels", size.get("shortest_edge", self.fewest)))
+        most = number_asked("max_pixels", how.get("max_pixels", size.get("longest_edge", self.most)))
+        check_most("max_pixels", most, self.most)
+        if most < (least := max(fewest, (self.patch * self.merge) ** 2)):
+            raise ShardlmError(
+                f"mm_processor_kwargs makes images of min_pixels={fewest} to max_pixels={most}; the second must be "
+                f"{least} or more"
+            )
+        return dataclasses.replace(self, fewest=fewest, most=most)
+
     @property
     def most_patches(self) -> int:
         """Of an image, but for one that is almost a line."""
-        return self.most // self.patch**2
+        return int(self.most // self.patch**2)
 
     def __call__(self, pixels: np.ndarray) -> Picture:
         """uint8 [H, W, 3] -> Picture, whose inputs have a row for each patch:
@@ -67,7 +82,7 @@ class QwenImages:
 
         Raises ShardlmError for one that is too long, or as long and narrow as to have more patches than `most_patches`.
         """
-        height, width = resized_to(*pixels.shape[:2], self.patch * self.merge, self.fewest, self.most)
+        height, width = self.size(*pixels.shape[:2])
         rows, columns = height // self.patch, width // self.patch
         if rows * columns > self.most_patches:
             raise ShardlmError(
@@ -78,14 +93,23 @@ class QwenImages:
         row, column = places(rows, columns, self.merge)
         inputs = {"pixels": patches(pixels, self.patch, self.merge), "rows": row, "columns": column}
         if self.side:
-            inputs |= around((row, column), (rows, columns), self.side)
+            inputs |= self.shares((row, column), (rows, columns))
         grid = rows // self.merge, columns // self.merge
         if self.window:
             inputs = in_windows(inputs, grid, self.window, self.merge**2)
-        return Picture(inputs, grid, known_by(pixels, self))
+        bounds_apart = dataclasses.replace(self, fewest=0, most=0)  # which show in the pixels
+        return Picture(inputs, grid, known_by(pixels, bounds_apart))
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width that an image is brought to."""
+        return resized_to(height, width, self.patch * self.merge, self.fewest, self.most)
+
+    def shares(self, at: tuple[np.ndarray, np.ndarray], grid: tuple[int, int]) -> dict[str, np.ndarray]:
+        """ "near" and "shares" of each patch, by its row and column in a grid of patches."""
+        return around(at, grid, self.side)
 
 
-def resized_to(height: int, width: int, factor: int, fewest: int, most: int) -> tuple[int, int]:
+def resized_to(height: int, width: int, factor: int, fewest: float, most: float) -> tuple[int, int]:
     """Height and width that an image is brought to: multiples of `factor`, with about its own proportions and from
     `fewest` to `most` pixels. Raises ShardlmError for one that is too long."""
     long, short = max(height, width), min(height, width)

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal
 from shardlm.ops.swiglu import activate
 from shardlm.vision.attending import Windows
+from shardlm.vision.images import Pixels
 from shardlm.vision.tower import Linear, Tower
 
 
@@ -36,7 +38,7 @@ class QwenEncoder(nnx.Module):
         """Inputs as qwen_images.QwenImages makes them; returns [P // merged, (1 + deep) * width]."""
         config = self.config
         x = self._embedded(inputs, execution)
-        sines = self._sines(inputs["rows"], inputs["columns"])
+        sines = half_by_half(inputs["rows"], inputs["columns"], config.frequencies)
         windows = Windows(inputs["windows"], (config.window * config.merge) ** 2) if config.window else None
         x, kept = self.tower(x, count, execution, sines, windows, config.everywhere, config.deep)
         vectors = self.merger(x, execution)
@@ -47,28 +49,32 @@ class QwenEncoder(nnx.Module):
         return vectors[inputs["source"][:: config.merge**2]] if config.window else vectors
 
     def _embedded(self, inputs: Mapping[str, jax.Array], execution: Execution) -> jax.Array:
-        """[P, D]. Every frame is the image."""
-        told = self.config.pixels
-        pixels = inputs["pixels"].astype(jnp.float32) * told.factor
-        pixels = (pixels - jnp.asarray(told.mean, jnp.float32)) / jnp.asarray(told.std, jnp.float32)
-        frames = jnp.concatenate(
-            [pixels.reshape(len(pixels), -1).astype(execution.dtype)] * self.config.frames, axis=-1
-        )
-        # Made before the product: XLA fails to compile a kernel that multiplies bytes as it makes them numbers (GPUs).
-        frames = jax.lax.optimization_barrier(frames)
-        x = jnp.einsum("pk,kd->pd", frames, in_use(self.patches, execution).reshape(frames.shape[-1], -1))
+        """[P, D]."""
+        x = of_bytes(inputs["pixels"], self.config.pixels, in_use(self.patches, execution), execution)
         if not self.config.side:
             return x
         near = in_use(self.positions, execution).astype(jnp.float32)[inputs["near"]]
         places = jnp.einsum("pnd,pn->pd", near, inputs["shares"], precision=jax.lax.Precision.HIGHEST)
         return x + in_use(self.patches_bias, execution) + places.astype(x.dtype)
 
-    def _sines(self, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """float32 [P, 1, H / 2]: the first half of the pairs turns by row, the second by column."""
-        frequencies = self.config.frequencies
-        angles = [at[:, None].astype(jnp.float32) * frequencies for at in (rows, columns)]
-        angle = jnp.concatenate(angles, axis=-1)[:, None]
-        return jnp.sin(angle), jnp.cos(angle)
+
+def of_bytes(pixels: jax.Array, told: Pixels, kernel: jax.Array, execution: Execution) -> jax.Array:
+    """uint8 [P, size, size, colours], made numbers as `told`, by a kernel (frames, size, size, colours, D): [P, D].
+    Every frame is the image."""
+    pixels = pixels.astype(jnp.float32) * told.factor
+    pixels = (pixels - jnp.asarray(told.mean, jnp.float32)) / jnp.asarray(told.std, jnp.float32)
+    frames = jnp.concatenate([pixels.reshape(len(pixels), -1).astype(execution.dtype)] * len(kernel), axis=-1)
+    # Made before the product: XLA fails to compile a kernel that multiplies bytes as it makes them numbers (GPUs).
+    frames = jax.lax.optimization_barrier(frames)
+    return jnp.einsum("pk,kd->pd", frames, kernel.reshape(frames.shape[-1], -1))
+
+
+def half_by_half(rows: jax.Array, columns: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """(sines, cosines) float32 [P, 1, H / 2]: the first half of the pairs turns by row, the second by column;
+    frequencies [H / 4], radians a row and a column."""
+    angles = [at[:, None].astype(jnp.float32) * frequencies for at in (rows, columns)]
+    angle = jnp.concatenate(angles, axis=-1)[:, None]
+    return jnp.sin(angle), jnp.cos(angle)
 
 
 class Merger(nnx.Module):

@@ -1,5 +1,6 @@
 """The families that see, by the `model_type` of config.json."""
 
+import dataclasses
 import importlib
 import pathlib
 import types
@@ -13,21 +14,29 @@ from shardlm.vision.sight import Sight
 TEXT_ALONE = 'limit_mm_per_prompt={"image": 0} serves its text without'
 
 FAMILIES = {
+    "cohere2_vision": "cohere2",
     "exaone4_5": "qwen",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next"), "glm"),
     "idefics3": "smolvlm",
     "internvl": "internvl",
     "kimi_k25": "kimi",
+    "lfm2_vl": "lfm2",
+    "lighton_ocr": "pixtral",
     "llama4": "llama4",
     "llava": "llava",
+    **dict.fromkeys(("llava_next", "llava_onevision"), "llava_next"),
+    "minimax_m3_vl": "minimax",
     "mistral3": "pixtral",
+    "paddleocr_vl": "paddle",
     "mistral_large4": "pixtral",
     "smolvlm": "smolvlm",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
 }
 # How large images become, of families that read them in any size.
-SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "pixtral": ("size",)}
+SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
+SIZES |= {"minimax": SIZES["qwen"], "paddle": SIZES["qwen"]}
 
 
 def sees(options: Mapping[str, Any]) -> bool:
@@ -52,7 +61,8 @@ def sight_of(
         takes = f"takes {', '.join(known)}" if known else "has images of one size"
         raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {takes}; leave it out")
     try:
-        return importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
+        found = importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
+        return found and dataclasses.replace(found, asks=known)
     except ShardlmError as error:
         raise ShardlmError(f"{error}. {TEXT_ALONE}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlm.errors import ShardlmError
 from shardlm.vision.picture import Picture, Placed, expanded
 
 
@@ -25,8 +26,11 @@ class Sight:
              takes: DeepStack (https://arxiv.org/abs/2511.21631). A vector has (1 + deep) * D numbers
     axes     whether tokens have positions on three axes (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1)
     whole    whether the tokens of an image see all of it, those after them too (Gemma 3)
+    fewer    whether an image may have fewer vectors than its patches make: what is around it is left out, or they are
+             made fewer
     joins    (a token, the next): the one that tokenizers write for both, where an image's first or last meets what is
              beside it
+    asks     names by which a request may have its images prepared otherwise (`asked`)
     """
 
     token: int
@@ -39,12 +43,25 @@ class Sight:
     deep: int = 0
     axes: bool = False
     whole: bool = False
+    fewer: bool = False
     joins: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    asks: tuple[str, ...] = ()
 
     def up_to(self, vectors: int) -> "Sight":
         """With programs for images of so many vectors, and no longer ones than that takes."""
+        if self.fewer:
+            return self
         enough = next((size for size in self.sizes if size >= vectors * self.merged), self.sizes[-1])
         return dataclasses.replace(self, sizes=tuple(size for size in self.sizes if size <= enough))
+
+    def asked(self, how: Mapping[str, Any]) -> "Sight":
+        """Which prepares images otherwise, by the names of preprocessor_config.json. Raises ShardlmError for other
+        names than `asks` has, and for larger images than there are programs for."""
+        if unknown := [name for name in how if name not in self.asks]:
+            takes = f"takes {', '.join(self.asks)}" if self.asks else "has images of one size"
+            raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and this model {takes}; leave it out")
+        given = {name: value for name, value in how.items() if value is not None}
+        return dataclasses.replace(self, prepare=self.prepare.asked(given)) if given else self
 
     def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
         """A prompt with all tokens of its pictures (picture.py's `expanded`)."""

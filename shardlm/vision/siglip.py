@@ -2,10 +2,11 @@
 the end. What projects its vectors is each family's."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -82,10 +83,18 @@ class Siglip(nnx.Module):
             self.last_norm = Norm(config.tower.norm, D, params)
 
     def __call__(
-        self, inputs: Mapping[str, jax.Array], count: jax.Array, execution: Execution, tiles: Tiles | None = None
+        self,
+        inputs: Mapping[str, jax.Array],
+        count: jax.Array,
+        execution: Execution,
+        tiles: Tiles | None = None,
+        keep: Sequence[int] = (),
     ) -> jax.Array:
-        """`tiles`: inside of which patches attend."""
+        """`tiles`: inside of which patches attend; with `keep` [P, len(keep) * D], after each of these layers and
+        without the norm."""
         x = self.patches(inputs["pixels"], execution)
         x = x + in_use(self.positions, execution)[inputs["positions"]]
-        x, _ = self.tower(x, count, execution, windows=tiles)
+        x, kept = self.tower(x, count, execution, windows=tiles, keep=keep)
+        if keep:
+            return jnp.concatenate(list(kept), axis=-1)
         return self.last_norm(x, execution) if hasattr(self, "last_norm") else x

@@ -23,7 +23,9 @@ class TowerConfig:
     """width D, of which `heads` heads have head_dim each (0: D / heads) and share kv_heads of keys and values (0: each
     has its own); `gated` as layers/mlp.py's; bias: whether
     queries, keys and values have one, out_bias: what goes back, mlp_bias: feed-forward layers; scaled: whether each
-    dimension has a factor on what attention and feed-forward layer add (https://arxiv.org/abs/2103.17239)."""
+    dimension has a factor on what attention and feed-forward layer add (https://arxiv.org/abs/2103.17239); head_norm:
+    that of queries and of keys, each head by itself; limit: to which both factors of a gated product are cut (ops/
+    swiglu.py), 0: none."""
 
     layers: int
     width: int
@@ -38,6 +40,8 @@ class TowerConfig:
     mlp_bias: bool = True
     scaled: bool = False
     kv_heads: int = 0
+    head_norm: NormConfig | None = None
+    limit: float = 0.0
 
     @property
     def each(self) -> int:
@@ -92,7 +96,8 @@ class Tower(nnx.Module):
 class TowerBlock(nnx.Module):
     """One layer: weights "attention_norm", "wq" (D, N, H), "wk" and "wv" (D, K, H), "wo" (N, H, D), "mlp_norm", "gate"
     and "up" (D, F), "down" (F, D), where it has biases "bq" (N, H), "bk" and "bv" (K, H), "bo" (D,), "gate_bias" and
-    "up_bias" (F,), "down_bias" (D,), and with factors "attention_scale" and "mlp_scale" (D,)."""
+    "up_bias" (F,), "down_bias" (D,), with factors "attention_scale" and "mlp_scale" (D,), with norms of heads "q_norm"
+    and "k_norm" (H,)."""
 
     def __init__(self, config: TowerConfig, params: Params):
         D, N, H, F = config.width, config.heads, config.each, config.mlp_dim
@@ -110,6 +115,8 @@ class TowerBlock(nnx.Module):
         if config.bias:
             for letter, (count, name) in heads.items():
                 setattr(self, f"b{letter}", params((count, H), (name, "head_dim"), constant(0.0)))
+        if config.head_norm:
+            self.q_norm, self.k_norm = (Norm(config.head_norm, H, params) for _ in range(2))
         if config.out_bias:
             self.bo = params((D,), ("norm",), constant(0.0))
         if config.scaled:
@@ -131,6 +138,8 @@ class TowerBlock(nnx.Module):
 
     def _attention(self, x, attend: Attending, execution: Execution, sines) -> jax.Array:
         q, k, v = (_by("pd,dnh->pnh", x, self, f"w{letter}", f"b{letter}", execution) for letter in "qkv")
+        if self.config.head_norm:
+            q, k = self.q_norm(q, execution), self.k_norm(k, execution)
         if sines is not None:
             q, k = (rotated(a, *sines) for a in (q, k))
         out = attend(q, k, v, self.config.each**-0.5)
@@ -139,7 +148,8 @@ class TowerBlock(nnx.Module):
     def _feed_forward(self, x: jax.Array, execution: Execution) -> jax.Array:
         up = _by("pd,df->pf", x, self, "up", "up_bias", execution)
         if self.config.gated:
-            up = gated(_by("pd,df->pf", x, self, "gate", "gate_bias", execution), up, self.config.activation)
+            gate = _by("pd,df->pf", x, self, "gate", "gate_bias", execution)
+            up = gated(gate, up, self.config.activation, self.config.limit)
         else:
             up = activate(up, self.config.activation)
         return _by("pf,fd->pd", up, self, "down", "down_bias", execution)
@@ -185,6 +195,13 @@ def _by(letters: str, x: jax.Array, module: nnx.Module, weight: str, bias: str, 
     return y + in_use(getattr(module, bias), execution) if hasattr(module, bias) else y
 
 
+def shared(table: jax.Array, near: jax.Array, shares: jax.Array) -> jax.Array:
+    """What patches have of learned positions [N, D]: of those that are `near`, int32 [P, K], their shares, float32
+    [P, K]: [P, D]. A sum of K, so that no [P, K, D] is made."""
+    shares = shares.astype(table.dtype)
+    return sum(shares[:, i, None] * table[near[:, i]] for i in range(shares.shape[1]))
+
+
 def sines_of(places: Sequence[jax.Array], frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """(sines, cosines) float32 [P, 1, H / 2] of patches at these places [P], by axis; frequencies [axes, H / 2],
     radians a step of each rotated pair."""
@@ -195,14 +212,16 @@ def sines_of(places: Sequence[jax.Array], frequencies: np.ndarray) -> tuple[jax.
 
 def block_names(config: TowerConfig, path: str, prefix: str, **theirs: str) -> dict[str, Tensor]:
     """Of the blocks at `path`: what checkpoints have after `prefix`, which ends in a layer's number and a dot. `theirs`
-    by our name: attention_norm, wq, wk, wv, wo, mlp_norm, gate, up and down, attention_scale and mlp_scale."""
+    by our name: attention_norm, wq, wk, wv, wo, mlp_norm, gate, up and down, attention_scale and mlp_scale, q_norm and
+    k_norm."""
     scales = {ours: theirs.pop(ours) for ours in ("attention_scale", "mlp_scale") if ours in theirs}
     layouts = dict.fromkeys(("wq", "wk", "wv"), "(N H) D -> D N H") | {"wo": "D (N H) -> N H D"}
     layouts |= dict.fromkeys(("gate", "up"), "F D -> D F") | {"down": "D F -> F D"}
     found = {f"{path}.{ours}": Tensor(f"{prefix}{name}") for ours, name in scales.items()}
     for ours, name in theirs.items():
         if ours.endswith("norm"):
-            found |= norm_names(config.norm, f"{path}.{ours}", f"{prefix}{name}")
+            kind = config.head_norm if ours in ("q_norm", "k_norm") else config.norm
+            found |= norm_names(kind, f"{path}.{ours}", f"{prefix}{name}")
             continue
         found[f"{path}.{ours}"] = Tensor(f"{prefix}{name}.weight", layouts[ours])
         own = ours.replace("w", "b", 1) if ours.startswith("w") else f"{ours}_bias"

@@ -60,8 +60,8 @@ def load(
     numbers that they stand for. Raises as Encoder.load."""
     stored = {renamed(name, tensors.renames): one for name, one in dequantised(folder.tensors, folder.config).items()}
     stored = {name: one for name, one in stored.items() if name.startswith(tensors.prefixes)}
-    leaves = [_Leaf(path, names[".".join(map(str, path))], s.shape, layers.get(path, 0)) for path, s in shapes.items()]
-    _check(leaves, stored, tensors)
+    leaves = _leaves(shapes, layers, names)
+    _check(needed(shapes, layers, names), stored, tensors)
     done, total, made = 0, sum(s.size * s.dtype.itemsize for s in shapes.values()), {}
     for leaf in leaves:
         target = shapes[leaf.path]
@@ -69,6 +69,23 @@ def load(
         done += made[leaf.path].nbytes
         progress(done, total)
     return made
+
+
+def needed(
+    shapes: Mapping[Path, jax.ShapeDtypeStruct], layers: Mapping[Path, int], names: Names
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that all parameters are read from, by the names of the map, and their shapes."""
+    together: dict[str, list[_Leaf]] = {}
+    for leaf in _leaves(shapes, layers, names):
+        together.setdefault(leaf.tensor.name, []).append(leaf)
+    found = {}
+    for group in together.values():
+        found |= dict.fromkeys(group[0].names, shape_of([(leaf.tensor, leaf.one) for leaf in group]))
+    return found
+
+
+def _leaves(shapes: Mapping[Path, jax.ShapeDtypeStruct], layers: Mapping[Path, int], names: Names) -> list[_Leaf]:
+    return [_Leaf(path, names[".".join(map(str, path))], s.shape, layers.get(path, 0)) for path, s in shapes.items()]
 
 
 def _read(leaf: _Leaf, stored: Mapping, dtype: np.dtype) -> np.ndarray:
@@ -80,18 +97,11 @@ def _read(leaf: _Leaf, stored: Mapping, dtype: np.dtype) -> np.ndarray:
 
 
 def _placed(a: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: a[index])
+    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: a[index], dtype=target.dtype)
 
 
-def _check(leaves: Sequence[_Leaf], stored: Mapping, tensors: Tensors) -> None:
+def _check(needed: Mapping[str, tuple[int, ...]], stored: Mapping, tensors: Tensors) -> None:
     """Refuses what does not fit, with all names."""
-    together: dict[str, list[_Leaf]] = {}
-    for leaf in leaves:
-        together.setdefault(leaf.tensor.name, []).append(leaf)
-    needed = {}
-    for group in together.values():
-        shape = shape_of([(leaf.tensor, leaf.one) for leaf in group])
-        needed |= dict.fromkeys(group[0].names, shape)
     unused = re.compile(tensors.unused or r"(?!)")
     wrong = [
         f"{name} is {list(stored[name].shape)} and the encoder needs {list(shape)}"

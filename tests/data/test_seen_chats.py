@@ -28,7 +28,7 @@ from seen_chats import (
 from shardlm.data.chats import conversation
 from shardlm.data.rendering import Chats, _expanded
 from shardlm.errors import ShardlmError
-from shardlm.serve.images import Images
+from shardlm.serve.images import Given, Images
 from shardlm.serve.messages import rendered
 from shardlm.tokenizer import train_bpe
 from shardlm.vision.image_places import encoded
@@ -175,7 +175,7 @@ def test_a_document_is_what_a_server_makes_of_the_conversation(folder, source):
     how = chats(source)
     text = rendered(how.template, messages, None, add_generation_prompt=False, token=PAD)
     ids = encoded(text, PAD, tokenizer(), tokenizer().encode)
-    ids, placed = Images(own, tokenizer()).read(ids, images, 10_000)
+    ids, placed = Images(own, tokenizer()).read(ids, Given(images), 10_000)
     assert found.ids.tolist() == [*ids, tokenizer().end_of_document_id]
     assert [(one.first, one.end) for one in found.images] == [(one.start, one.end) for one in placed]
 

@@ -1,5 +1,5 @@
 """The language models in checkpoints that also see, against transformers (make_seeing_references.py): logits of text,
-and what is written of them, which is a checkpoint of the language model alone."""
+and what is written of them: the checkpoint whole, and without its encoder a checkpoint of the language model alone."""
 
 import json
 import pathlib
@@ -22,6 +22,8 @@ from shardlm.models import registry
 from shardlm.models.text_parts import alone
 from shardlm.state import is_adapter
 from shardlm.train import convert
+from shardlm.vision import kept
+from shardlm.vision.registry import sees
 
 SEEING = pathlib.Path(__file__).parent / "seeing"
 NAMES = sorted(path.name for path in SEEING.iterdir())
@@ -29,8 +31,20 @@ LOGITS = 1e-4  # test_families.py's
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_sees_is_read_and_written_without_its_sight(name, tmp_path):
-    check(SEEING / name, tmp_path / "written")
+def test_what_sees_is_read_and_written_with_and_without_its_sight(name, tmp_path, monkeypatch):
+    home = SEEING / name
+    if sees(hf_files.read_config(home)):
+        convert.to_hf(home, tmp_path / "whole", "float32")
+        found, expected = (hf_files.Folder.open(folder).tensors for folder in (tmp_path / "whole", home))
+        found, expected = ({kimis(name): a for name, a in tensors.items()} for tensors in (found, expected))
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name].read(...), a.read(...).astype("f4")) for name, a in expected.items())
+    monkeypatch.setattr(kept, "whole", lambda folder, options: None)
+    check(home, tmp_path / "written")
+
+
+def kimis(name: str) -> str:
+    return name.replace(".model.blocks.", ".model.layers.")
 
 
 def check(home: pathlib.Path, written: pathlib.Path) -> None:

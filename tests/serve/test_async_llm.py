@@ -111,7 +111,7 @@ def test_who_asks_while_the_engine_ends_hears_of_it(served):
             await reply(llm, "late")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("new_weights", "new_draft"):
+        for name in ("new_weights", "new_draft", "new_encoder"):
             patch.setattr(f"shardlm.serve.async_llm.{name}", lambda weights, runner: weights)
         within(scenario())
 

@@ -145,12 +145,12 @@ def test_the_answer_counts_the_replies_that_go_on(llm, folders, monkeypatch):
     """They wait at that moment, since their pages hold what the old weights made."""
     served, swap = AsyncLLM(llm.engine, model_name="tiny", template=None), llm.engine.update_weights
 
-    def with_two(params, draft):
+    def with_two(*new):
         for name in "ab":
             llm.engine.add(name, [5, 6, 7], dataclasses.replace(GREEDY, max_tokens=40))
         llm.engine.step()
         assert llm.engine.stats().num_running == 2
-        swap(params, draft)
+        swap(*new)
 
     monkeypatch.setattr(llm.engine, "update_weights", with_two)
     client = Client(served, admin_keys=("admin",))

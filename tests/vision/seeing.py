@@ -1,6 +1,11 @@
 """Small checkpoints that see, as transformers writes them, and what transformers makes of images by them."""
 
+import __future__
+
+import ast
+import functools
 import json
+import math
 import pathlib
 
 import jax
@@ -54,6 +59,21 @@ def lively(model):
         else:
             torch.nn.init.normal_(a.data, 0.0, 0.3)
     return model
+
+
+def functions_of(file: str, *names: str) -> list:
+    """Functions, and methods without what they are given as self, of a file of transformers' models whose module needs
+    torchvision."""
+    import transformers
+
+    source = (pathlib.Path(transformers.__file__).parent / "models" / file).read_text()
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name in names]
+    for node in found:
+        node.decorator_list = []
+    told = {"np": np, "math": math, "lru_cache": functools.lru_cache}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(ast.Module(found, []), file, "exec", flags, True), told)
+    return [told[name] for name in names]
 
 
 class Eyes:

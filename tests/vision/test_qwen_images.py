@@ -106,5 +106,7 @@ def test_what_images_are_known_by():
     images = _images({"min_pixels": 64, "max_pixels": 20_000})
     flat = np.zeros((16, 32, 3), np.uint8)
     digests = {images(pixels).digest for pixels in (flat, flat.transpose(1, 0, 2), flat + 1, flat[:8])}
-    digests.add(_images({"min_pixels": 64, "max_pixels": 20_001})(flat).digest)
+    digests.add(_images({"min_pixels": 64, "max_pixels": 256})(flat).digest)
+    assert _images({"min_pixels": 64, "max_pixels": 20_001})(flat).digest in digests  # the same pixels
+    assert _images({"min_pixels": 64, "max_pixels": 256, "image_mean": [0.5] * 3})(flat).digest not in digests
     assert len(digests) == 5 and images(flat).digest == images(flat.copy()).digest

@@ -10,6 +10,7 @@ import pytest
 import references
 import tiny_run
 from ports import free_port
+from rolled import rolled
 from seeing import noise
 from served import SIZES, Checkpoint, asked, held_to_references, replies
 
@@ -91,8 +92,6 @@ def test_several_replies_share_an_image(llm, expected):
 
 
 def test_what_cannot_be_is_refused(family, llm):
-    with pytest.raises(ShardlmError, match="pipeline=2"):
-        LLM(family.folder, mesh=MeshSpec(pipeline=2), limit_mm_per_prompt={"image": 1}, **SIZES)
     with pytest.raises(ShardlmError, match="truncate_prompt_tokens=4 would cut into images"):
         asked(llm, ASKS[:1], truncate_prompt_tokens=4)
     with pytest.raises(ShardlmError, match="places for 1 images and comes with 2"):
@@ -144,12 +143,18 @@ def test_the_deterministic_mode(family, llm):
 
 @pytest.mark.wide
 def test_two_processes(family, expected, tmp_path):
-    """Encoder and buffer are in both, and read the same images."""
+    """Encoder and buffer are in both, and read the same images, after new weights too; of stages in one's."""
+    other = rolled(family.folder, tmp_path / "other", "vision_tower", "language_model")
+    after = replies(asked(LLM(other, **SIZES), ASKS[:2]))
     worker, port = pathlib.Path(__file__).parent / "one_of_two_seeing.py", free_port()
-    words = [[str(port), str(process), str(tmp_path / str(process)), str(family.folder)] for process in range(2)]
+    folders = [str(family.folder), str(other)]
+    words = [[str(port), str(process), str(tmp_path / str(process)), *folders] for process in range(2)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": tiny_run.environment()}
     started = [subprocess.Popen([sys.executable, str(worker), *own], **pipes) for own in words]
     outputs = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     said, followed = (json.loads((tmp_path / str(process)).read_text()) for process in range(2))
-    assert (said, followed) == (expected[:2], "followed")
+    refused = "pipeline stages in several processes take no new weights"
+    assert said[0] == [expected[:2], after]
+    assert said[1][0] == expected[:2] and said[1][1].startswith(refused)
+    assert followed == ["followed"] * 2

@@ -75,6 +75,8 @@ def test_any_mesh_sees_the_same(mesh, pipeline, one_device, tmp_path):
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["sum"] == pytest.approx(expected["sum"], rel=1e-5)
     assert found["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    apart = {path: np.abs(weights[path] - theirs[path]).max() for path in theirs}
+    assert max(apart.values()) < 2e-3, apart
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def seen_of(folder: pathlib.Path, options: Mapping[str, Any], embed_dim: int) ->
 
 
 def bytes_of(seen: Seen | None, engine: EngineConfig, length: int, batch_tokens: int, itemsize: int) -> tuple[int, int]:
-    """(the encoder's, the vectors') bytes on each device, as the engine allocates them: nothing in stages."""
-    if seen is None or engine.max_images == 0 or engine.mesh.pipeline > 1:
+    """(the encoder's, the vectors') bytes on each device of the first stage, as the engine allocates them."""
+    if seen is None or engine.max_images == 0:
         return 0, 0
     return seen.parameters * itemsize, places_of(length, batch_tokens) * seen.width * itemsize

@@ -197,10 +197,11 @@ def serving_memory(case: ServingCase) -> ServingMemory:
         for i, (run, page, one, stage) in enumerate(zip(runs, each, memories, own, strict=True))
     ]
     kept = _kept_for_drafts(case, sizes)
-    draft = drafter.weight_bytes if drafter else 0
-    last = stages[-1]
-    beside_text = {"draft": draft, "encoder": seen[0], "slots": last.slots + kept + seen[1]}
-    stages[-1] = dataclasses.replace(last, weights=last.weights + draft + seen[0], **beside_text)
+    draft, last = drafter.weight_bytes if drafter else 0, stages[-1]
+    stages[-1] = dataclasses.replace(last, weights=last.weights + draft, draft=draft, slots=last.slots + kept)
+    first = stages[0]
+    of_images = {"weights": first.weights + seen[0], "encoder": seen[0], "slots": first.slots + seen[1]}
+    stages[0] = dataclasses.replace(first, **of_images)
     found = ServingMemory(tuple(stages), sizes, limit, beside[0] if beside else None, engine.decoded)
     if found.fullest.total > limit:
         most = found.fullest

@@ -29,7 +29,7 @@ async def pooled(call: Call, request: PooledRequest) -> tuple[list[np.ndarray], 
         prompts, special = prompts_of(request.input, "input"), request.add_special_tokens is not False
     else:
         prompts, special = [await _chat(call, request)], bool(request.add_special_tokens)
-        options["pictures"] = await pictures_of(call, request.messages)
+        options["pictures"] = await pictures_of(call, request.messages, request.mm_processor_kwargs)
     return await vectors_of(call, prompts, request.truncate_prompt_tokens, special, **options)
 
 

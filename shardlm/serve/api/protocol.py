@@ -106,6 +106,7 @@ class ChatRequest(Sampled, kw_only=True):
     include_reasoning: bool | None = None
     return_prompt_text: bool | None = None
     chat_template_kwargs: Json | None = None
+    mm_processor_kwargs: Json | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
@@ -131,6 +132,7 @@ class Extras(Common, kw_only=True):
     """What means the same as in a chat where OpenAI and Anthropic ask otherwise; most of it is vLLM's."""
 
     chat_template_kwargs: Json | None = None
+    mm_processor_kwargs: Json | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -197,6 +199,7 @@ class PooledRequest(Common, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: Json | None = None
+    mm_processor_kwargs: Json | None = None
     chat_template: str | None = None  # refused, as in a chat
     truncate_prompt_tokens: int | None = None
     priority: int | None = None

@@ -141,7 +141,8 @@ async def begin(
         check_cut(params)
         if beams:
             raise ApiError("use_beam_search is of texts alone; leave it out, or the images", param="use_beam_search")
-        prompt = {"prompt_token_ids": prompt, "multi_modal_data": {"image": await pictures_of(call, request.messages)}}
+        pictures = await pictures_of(call, request.messages, request.mm_processor_kwargs)
+        prompt = {"prompt_token_ids": prompt, "multi_modal_data": {"image": pictures}}
     replies = await call.replies([prompt], params, request.priority or 0, request.cache_salt or "", beams)
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
@@ -152,7 +153,7 @@ async def prompt_length(call: Call, request: ChatRequest, any_length: bool = Fal
     """Tokens of a request's prompt. Raises ApiError, and unless it is to be counted at `any_length` PromptTooLong where
     it is too long for sure."""
     tokens = await _encoded(call, request, await _text(call, request, _tools(call, request)), any_length)
-    if pictures := await pictures_of(call, request.messages):
+    if pictures := await pictures_of(call, request.messages, request.mm_processor_kwargs):
         tokens, _ = await asyncio.to_thread(call.service.llm.images.placed, tokens, pictures)
     return len(tokens)
 

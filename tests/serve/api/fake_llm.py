@@ -12,7 +12,7 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.serve.detokenizer import Detokenizer
 from shardlm.serve.facts import ModelFacts
-from shardlm.serve.images import Images, images_of, with_images
+from shardlm.serve.images import Images, given_with, with_images
 from shardlm.serve.outputs import (
     CompletionOutput,
     EngineError,
@@ -70,8 +70,8 @@ class FakeLLM:
         self._forms = FormCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
 
     async def generate(self, prompt, params, *, request_id, priority=0, salt="", lora_request=None):
-        given = images_of(prompt)
-        prompt = prompt["prompt_token_ids"] if given else prompt
+        given = given_with(prompt)
+        prompt = prompt["prompt_token_ids"] if given.images else prompt
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         ids, pictures = with_images(self.images, ids, given, self.max_model_len)
         self.pictures.append(pictures)
@@ -153,7 +153,7 @@ class FakeLLM:
 
     async def pool(self, token_ids, lora_request=None, *, priority=0, salt=""):
         await asyncio.sleep(0)
-        if given := images_of(token_ids):
+        if (given := given_with(token_ids)).images:
             token_ids, pictures = with_images(self.images, token_ids["prompt_token_ids"], given, self.max_model_len)
             self.pictures.append(pictures)
         self.pooled.append((self.tokenizer.decode(token_ids, skip_special=False), priority, salt))

@@ -14,7 +14,7 @@ from sockets import listens
 
 from shardlm.errors import ShardlmError
 from shardlm.serve import images
-from shardlm.serve.images import Images
+from shardlm.serve.images import Given, Images
 from shardlm.vision.read import pixels_of
 
 CHAT = "/v1/chat/completions"
@@ -284,7 +284,7 @@ def test_they_are_prepared_beside_the_event_loop(llm, monkeypatch):
 def test_of_what_is_prompts_in_memory(llm):
     """As LLM.generate and AsyncLLM.generate have them."""
     ids = llm.tokenizer.encode(f"a {PAD} b {PAD}")
-    found, placed = images.with_images(llm.images, ids, [ONE, pixels_of(TWO)], 100)
+    found, placed = images.with_images(llm.images, ids, Given([ONE, pixels_of(TWO)]), 100)
     assert llm.tokenizer.decode(found, skip_special=False) == f"a {seen(2, 3)} b {seen(1, 1)}"
     assert shades(placed) == [90, 7]
     for given, words in (
@@ -294,9 +294,9 @@ def test_of_what_is_prompts_in_memory(llm):
         ([ONE, "https://a/b"], "image 2 of 2: an image's address is"),
     ):
         with pytest.raises(ShardlmError, match=words):
-            images.with_images(llm.images, ids, given, 100)
+            images.with_images(llm.images, ids, Given(given), 100)
     with pytest.raises(ShardlmError, match="this model reads text, and the prompt has 1 images; images are read by"):
-        images.with_images(None, ids, [ONE], 100)
+        images.with_images(None, ids, Given([ONE]), 100)
     assert images.images_of({"prompt": "a", "multi_modal_data": {"image": ONE}}) == (ONE,)
     for none in ({}, {"image": None}, {"image": ()}, None):
         assert images.images_of({"prompt": "a", "multi_modal_data": none}) == images.images_of("a") == ()
