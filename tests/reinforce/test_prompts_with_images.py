@@ -11,7 +11,7 @@ from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.reinforce.prompts import Order, digest, read
 from shardlm.reinforce.rows import Reply, images_of, rows_of
-from shardlm.serve.images import Images
+from shardlm.serve.images import Given, Images
 from shardlm.serve.messages import rendered
 from shardlm.vision.axes import axes_of
 from shardlm.vision.image_places import encoded
@@ -38,7 +38,7 @@ def served(messages, images):
     """(tokens, where images are) of a request with the same messages."""
     how, token = Images(sight(), tokenizer()), PAD
     ids = encoded(rendered(TEMPLATE, messages, None, token=token), token, tokenizer(), tokenizer().encode)
-    return how.read(ids, images, 64)
+    return how.read(ids, Given(images), 64)
 
 
 def test_every_form_of_line_is_the_prompt_that_a_server_makes(folder):
