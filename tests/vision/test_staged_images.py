@@ -1,14 +1,20 @@
 """Images over pipeline stages: the first reads them, positions on three axes and what tokens see of an image go to
 each, and vectors of deeper layers are handed on. Programs are started as on GPUs, on threads of their own."""
 
+import jax
 import pytest
 import references
 from rolled import rolled
 from served import SIZES, asked, held_to_references, replies
 
 from shardlm import LLM
+from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
+from shardlm.plan.cluster import Cluster
+from shardlm.plan.serving.case import ServedModel, ServingCase
+from shardlm.plan.serving.memory import serving_memory
 from shardlm.serve import runner, staged_runner
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.launcher import Launcher
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
@@ -80,3 +86,17 @@ def test_new_weights(folders, tmp_path):
     assert replies(asked(llm, asks)) == expected
     llm.update_weights(folders["mistral3"])
     held_to_references("mistral3", llm)
+
+
+def test_plans_have_the_encoder_in_the_first_stage(folders):
+    """As the engine has it, with the vectors."""
+    folder, own = folders["qwen3_vl"], {"dtype": "float32", "kv_cache_bytes": 2**18, **SIZES}
+    config = EngineConfig(mesh=TWO, **own)
+    served, cluster = ServedModel.of_folder(folder, SIZES["max_model_len"]), Cluster.of(GPUS["h100"], 2)
+    case = ServingCase(served, cluster, config, 20, 9)
+    first, last = serving_memory(case).stages
+    runner = LLM(folder, mesh=TWO, **own).engine.runner
+    assert (first.encoder, last.encoder) == (runner.image_encoder.encoder.bytes, 0)
+    assert first.slots == runner._state[0].vectors.nbytes and runner._state[1].vectors is None
+    parts = [sum(a.nbytes for a in jax.tree.leaves(part)) for part in runner._parts]
+    assert [first.weights - first.encoder, last.weights] == parts
