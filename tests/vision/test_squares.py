@@ -151,7 +151,7 @@ APART = {"mesh": MeshSpec(data=2, fsdp=4), "rules": "hybrid"}
     ("changes", "close"),
     [
         ({"train.shares": (1, 1)}, 1e-5),
-        ({"offload": OffloadConfig(optimizer=True, params=True)}, 1e-5),
+        ({"offload": OffloadConfig(optimizer=True)}, 1e-5),
         ({"optim.ema_decay": 0.9}, 1e-5),
         ({"precision": "fp16"}, 0.1),
         ({"slow_link": SlowLinkConfig(compression="int8")}, 0.1),

@@ -1,4 +1,4 @@
-"""Runs on images go on as others do: bit for bit on the same mesh, in two processes too, within rounding on another."""
+"""Runs on images go on as others do: bit for bit on the same mesh, within rounding on another and in two processes."""
 
 import dataclasses
 import json
@@ -15,6 +15,7 @@ from shardlm.mesh import MeshSpec
 
 pytestmark = pytest.mark.wide
 OTHER_MESH = 1e-3  # test_resume.py's
+TWO_PROCESSES = 1e-5  # sums between processes add in another order; measured: at most 5e-7
 CONFIG = """
 import json
 from shardlm.config_json import from_json
@@ -69,4 +70,6 @@ def test_two_processes_are_one(uninterrupted, tmp_path):
     processes = [tiny_run.start(config, *flags, extra=(*cluster, f"--process_id={i}")) for i in range(2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert tiny_run.losses(tmp_path / "run") == expected
+    found = tiny_run.losses(tmp_path / "run")
+    assert found[1, "loss"] == expected[1, "loss"]
+    assert tiny_run.largest_difference(found, expected) < TWO_PROCESSES
