@@ -16,6 +16,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.train.config import (
     LocalSgdConfig,
     OffloadConfig,
+    PipelineConfig,
     PreferenceConfig,
     SlowLinkConfig,
 )
@@ -144,6 +145,7 @@ def plain(home, tmp_path_factory):
 
 
 APART = {"mesh": MeshSpec(data=2, fsdp=4), "rules": "hybrid"}
+GPIPE = {"pipeline": PipelineConfig(schedule="gpipe", rounds=1), "train.accumulation": 2, "remat": "full"}
 
 
 @pytest.mark.wide
@@ -156,7 +158,7 @@ APART = {"mesh": MeshSpec(data=2, fsdp=4), "rules": "hybrid"}
         ({"precision": "fp16"}, 0.1),
         ({"slow_link": SlowLinkConfig(compression="int8")}, 0.1),
         ({"local_sgd": LocalSgdConfig(inner_steps=2)}, 0.3),
-        ({"mesh": MeshSpec(pipeline=2, fsdp=4), "rules": "zero3", "train.accumulation": 2, "remat": "full"}, 1e-4),
+        ({"mesh": MeshSpec(pipeline=2, fsdp=4), "rules": "zero3", **GPIPE}, 1e-4),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
