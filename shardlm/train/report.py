@@ -118,6 +118,9 @@ def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[
         f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
         f"{tokens / data.train.num_tokens:.2f} epochs",
     ]
+    if program.seeing:
+        where = config.model.folder
+        lines.append(f"images: read by the encoder in {where}, which is not trained; the run sees while that is there")
     if config.preference.beta:
         pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
         lines.append(

@@ -64,7 +64,7 @@ def score(
         train=TrainConfig(global_batch=global_batch, seq_len=seq_len),
     )
     program = Program.make(config, mesh.build(), mtp=False)
-    sight = sight_of_run(config) if chat_template else None
+    sight = sight_of_run(config)
     data = prepare(config.data, progress, sight)
     check_vocabulary(program.model.config, data.tokenizer.vocab_size)
     program, eyes = with_eyes(program, data, sight)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Folder
+from shardlm.hf_files import Folder, holds_weights
 from shardlm.layers.seen import SEEN, TURNS, UNTIL, VECTORS
 from shardlm.mesh import shard_map
 from shardlm.models.pretrained import Pretrained
@@ -175,10 +175,14 @@ def _read(seeing: Seeing, params, vectors: jax.Array, inputs: Mapping[str, jax.A
 
 
 def sight_of_run(config: RunConfig) -> Sight | None:
-    """How the checkpoint that a run begins with sees; None where it doesn't. Raises as sight_of."""
-    if not isinstance(config.model, Pretrained):
+    """How the checkpoint that a run begins with sees; None where it doesn't, or is not there any more, and where the
+    data are no conversations, which alone have images. Raises as sight_of."""
+    if not isinstance(config.model, Pretrained) or not config.data.chat_template:
         return None
-    return sight_of(pathlib.Path(config.model.folder), config.model.options, prepared_as(config))
+    folder = pathlib.Path(config.model.folder)
+    if not holds_weights(folder):
+        return None
+    return sight_of(folder, config.model.options, prepared_as(config))
 
 
 def prepared_as(config: RunConfig) -> dict[str, int]:

@@ -9,6 +9,7 @@ import references
 from flax.traverse_util import flatten_dict
 from trained import packed
 
+from shardlm.data.config import DataConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
@@ -22,6 +23,7 @@ def program_of(folder, mesh=None, pipeline=None, **train) -> Program:
     own = {"global_batch": len(ROWS), "seq_len": LENGTH, "mtp_loss": 0.0, **train}
     config = RunConfig(Pretrained(str(folder), mtp=False), mesh=mesh or MeshSpec(), precision="fp32", remat="full")
     config = dataclasses.replace(config, train=TrainConfig(**own), pipeline=pipeline or PipelineConfig())
+    config = dataclasses.replace(config, data=DataConfig(chat_template=str(folder), packing="whole"))
     program = Program.make(config, config.mesh.build(jax.devices()[: config.mesh.size(*config.mesh.sizes())]))
     return program.that_sees(sight_of_run(config))
 
