@@ -35,9 +35,19 @@ FAMILIES = {
     "llama4": ({}, 4096),
     "internvl": ({}, 4096),
     "llava": ({"model_type": "clip_vision_model"}, 4096),
+    "llava_next": ({"model_type": "clip_vision_model"}, 4096),
+    "llava_onevision": ({}, 4096),  # tiles put together again
+    "cohere2_vision": ({"num_attention_heads": 16}, 4096),
+    "lfm2_vl": ({"hidden_size": 1152, "num_attention_heads": 16}, 4096),  # an image in one part
+    "glm4v": ({}, 4096),
+    "glm_ocr": ({}, 4096),  # norms of queries and keys
+    "paddleocr_vl": ({}, 4096),
+    "minimax_m3_vl": ({}, 4096),  # heads of 80, of which 78 are turned
 }
 TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "\n\n", "\n\n\n", "\n\n\n\n"]
 TOKENS += [f"<|{name}|>" for name in ("image_start", "image", "image_end", "tile_x_separator", "tile_y_separator")]
+TOKENS += ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "]<]start of image[>[", "]<]end of image[>["]
+TOKENS += ["<|img_thumbnail|>", *(f"<|img_row_{r}_col_{c}|>" for r in range(1, 11) for c in range(1, 11))]
 
 
 def sight(kind: str, folder):

@@ -103,7 +103,8 @@ class Lfm2Encoder(nnx.Module):
         places = jnp.einsum("pn,nd->pd", shares.reshape(len(shares), -1), table, precision=exact)
         x = self.patches(inputs["pixels"], execution)
         windows = Windows(inputs["windows"], config.longest)
-        x, _ = self.tower(x + places.astype(x.dtype), count, execution, windows=windows)
+        alone = inputs["windows"][jnp.maximum(count, 1) - 1] == 0  # of one part, which all patches see
+        x, _ = self.tower(x + places.astype(x.dtype), count, execution, windows=windows, everywhere=alone)
         x = self.last_norm(x, execution).reshape(-1, config.merge**2 * x.shape[-1])
         x = self.norm(x, execution) if config.normed else x
         return self.second(activate(self.first(x, execution), config.activation), execution)

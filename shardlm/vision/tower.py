@@ -67,19 +67,21 @@ class Tower(nnx.Module):
         execution: Execution,
         sines: tuple[jax.Array, jax.Array] | None = None,
         windows: Windows | Tiles | None = None,
-        everywhere: Sequence[int] = (),
+        everywhere: Sequence[int] | jax.Array = (),
         keep: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (x after the last layer, [len(keep), P, D]: x after those of `keep`).
 
         count int32, patches that there are; sines: (sines, cosines) [P, 1, H / 2] that queries and keys are turned by,
-        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`.
+        None: they aren't; windows: that patches attend inside of but for the layers of `everywhere`, or in none where
+        that is a bool scalar that is true.
         """
         graph, stacked = nnx.split(self.block)
         layers = self.layers
         slot = np.full(layers, len(keep), np.int32)  # past the last: dropped
         slot[list(keep)] = np.arange(len(keep))
-        whole = np.isin(np.arange(layers), list(everywhere))
+        of_all = isinstance(everywhere, jax.Array)
+        whole = jnp.broadcast_to(everywhere if of_all else np.isin(np.arange(layers), list(everywhere)), layers)
 
         def layer(carry, inputs):
             x, kept = carry
@@ -89,7 +91,7 @@ class Tower(nnx.Module):
             return (x, kept.at[slot].set(x, mode="drop") if len(keep) else kept), None
 
         kept = jnp.zeros((len(keep), *x.shape), x.dtype)
-        (x, kept), _ = jax.lax.scan(layer, (x, kept), (stacked, jnp.asarray(slot), jnp.asarray(whole)))
+        (x, kept), _ = jax.lax.scan(layer, (x, kept), (stacked, jnp.asarray(slot), whole))
         return x, kept
 
 
