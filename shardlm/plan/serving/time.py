@@ -6,6 +6,8 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+
 from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
@@ -14,12 +16,13 @@ from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.mesh import MeshSpec
+from shardlm.ops import attention
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constants import BOTH, FEW_ROWS, GAP, SMALL_SUMS
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
-from shardlm.plan.serving import altup, gated_streams, streams
+from shardlm.plan.serving import altup, encoder, gated_streams, streams
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.fused import fused, possible
@@ -27,6 +30,7 @@ from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work, ngrams_work
 from shardlm.plan.serving.prompts import OVER_PAGES, how_of
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
+from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
@@ -141,14 +145,30 @@ class Speed:
         return set(self._like)
 
     def prefill(self, prompt_len: int, cached: int = 0) -> float:
-        """Seconds of a prompt's chunks with nothing beside them, after those tokens that are cached. Chunks follow each
-        other through the stages."""
-        done, total = cached, 0.0
+        """Seconds of a prompt's images and chunks with nothing beside them, after those tokens that are cached. Chunks
+        follow each other through the stages."""
+        done, total = cached, self.images_seconds
         for count in self.chunks(prompt_len - cached):
             chunk = self.chunk(self.padded(count), done)
             total += chunk if done == cached else chunk / self.stages
             done += count
         return total
+
+    @functools.cached_property
+    def image_seconds(self) -> float:
+        """Of the encoder for one of a prompt's images; 0 without."""
+        if not self.case.images:
+            return 0.0
+        image, dtype = self.case.images.image, jnp.dtype(self.case.dtype)
+        heads, gpu = [(image.config.tower.each,) * 2], Described.of(self.case.cluster.gpu)
+        fused = attention.choose("auto", gpu, dtype, heads, trained=False) == "cudnn"
+        found = encoder.operations(image, self.itemsize, fused)
+        return sum(kernel_seconds(op, self._kernels) * op.count for op in found)
+
+    @property
+    def images_seconds(self) -> float:
+        """The same of all of a prompt's, one after the other."""
+        return self.case.images.count * self.image_seconds if self.case.images else 0.0
 
     def chunks(self, tokens: int, prompts: int = 1) -> Iterator[int]:
         """Of so many tokens of a prompt, where `prompts` are to be read at once."""
@@ -170,7 +190,9 @@ class Speed:
     @functools.lru_cache(maxsize=512)  # noqa: B019 - plans live as long as a command
     def chunk(self, tokens: int, before: int, rows: int = 1) -> float:
         """Seconds of a program of so many tokens in all rows, each after those before, through all stages in turn."""
-        how = how_of(self.memory.sizes, tokens / rows, before)
+        # Tokens that see those after them are read over pages (serve/runner.py).
+        whole = self.case.images is not None and self.case.model.seen.sight.whole
+        how = "pages" if whole else how_of(self.memory.sizes, tokens / rows, before)
         one = Pass(tokens, rows, before, self.itemsize, prompts=how)
         return sum(self._turns(one)) + (self.stages - 1) * self._hop(tokens)
 
