@@ -3,12 +3,15 @@ formulas alone; tests/test_gpu_images.py holds the operations to compiled encode
 
 import dataclasses
 import json
+import pathlib
 
 import page_checker
 import pytest
 
 from shardlm.bench.published_encoders import ENCODERS, sight_named
+from shardlm.config import load
 from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.serving.answer import answer_serving
@@ -21,8 +24,11 @@ from shardlm.plan.serving.report.html import to_html
 from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.plan.serving.time import Speed
+from shardlm.plan.sketch import Sketch
+from shardlm.plan.training_images import TrainingImages
 from shardlm.serve.engine_config import EngineConfig
 
+CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 TEXT = {  # https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct
     "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
     "num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "vocab_size": 152064,
@@ -102,6 +108,18 @@ def test_more_replicas_are_needed_for_a_rate(qwen):
     rate = {"request_rate": 20.0, "prompt_len": 1500}
     counts = [ServingPlan.of(dataclasses.replace(case_of(qwen, images), **rate)).replicas for images in (0, 1)]
     assert counts[0] < counts[1]
+
+
+def test_a_step_of_training_on_images(qwen):
+    """The encoder whole on each device, vectors and reading split as the batch is."""
+    image = case_of(qwen, 1).images.image
+    config = load(str(CONFIGS / "llama3_8b.py"))
+    config = dataclasses.replace(config, mesh=MeshSpec(fsdp=4, context=2))
+    train = config.train
+    found = TrainingImages.of(Sketch.of(config, GPUS["h100"]), qwen.seen, image, 1.5)
+    assert found.encoder_bytes == 2 * qwen.seen.parameters
+    assert found.vector_bytes == 2 * 3584 * train.global_batch * train.seq_len // 8
+    assert found.encoder_seconds == train.global_batch / 4 * 1.5 * speed_of(case_of(qwen, 1)).image_seconds
 
 
 def test_a_model_whose_images_see_all_of_themselves_reads_them_over_pages(qwen):

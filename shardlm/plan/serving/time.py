@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
+from shardlm.hardware import Gpu
 from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
@@ -157,13 +158,8 @@ class Speed:
     @functools.cached_property
     def image_seconds(self) -> float:
         """Of the encoder for one of a prompt's images; 0 without."""
-        if not self.case.images:
-            return 0.0
-        image, dtype = self.case.images.image, jnp.dtype(self.case.dtype)
-        heads, gpu = [(image.config.tower.each,) * 2], Described.of(self.case.cluster.gpu)
-        fused = attention.choose("auto", gpu, dtype, heads, trained=False) == "cudnn"
-        found = encoder.operations(image, self.itemsize, fused)
-        return sum(kernel_seconds(op, self._kernels) * op.count for op in found)
+        images, case = self.case.images, self.case
+        return image_seconds(images.image, case.cluster.gpu, jnp.dtype(case.dtype)) if images else 0.0
 
     @property
     def images_seconds(self) -> float:
@@ -325,6 +321,14 @@ def exchanged_seconds(sent: Exchanged, mesh: MeshSpec, cluster: Cluster) -> floa
     later = SMALL_SUMS[route.inside.name]
     inside = dataclasses.replace(route.inside, protocols={**route.inside.protocols, **later})
     return dataclasses.replace(route, inside=inside).seconds(sent.kind, sent.nbytes, sent.count)
+
+
+def image_seconds(image: encoder.Image, gpu: Gpu, dtype: jnp.dtype) -> float:
+    """Of an encoder's program for one image, on one device."""
+    heads = [(image.config.tower.each,) * 2]
+    fused = attention.choose("auto", Described.of(gpu), dtype, heads, trained=False) == "cudnn"
+    kernels = Kernels.of(gpu)
+    return sum(kernel_seconds(op, kernels) * op.count for op in encoder.operations(image, dtype.itemsize, fused))
 
 
 FEW_BITS = (*EIGHT_BITS, "fp4")
