@@ -21,7 +21,9 @@ BESIDE = 3  # blocks of keys that a block of queries attends to where there are 
 # What XLA's kernels beside products and attention read and write in a layer, in arrays of a row's numbers (compiled for
 # an H100): both norms and what is added, rotated queries and keys with values, and the activation.
 NORMS, HEADS, HIDDEN = 10, 6, 2
-SCORES = 14  # bytes that attention by XLA reads and writes of each score: in float32, its maximum, sum and share
+# Bytes that attention by XLA reads and writes of each score, copies of keys and values with it (compiled for an H100):
+# where all attend to all (heads of 64 and 80, 4,096 and 16,384 patches: 20 to 23), and in windows of 64 patches (28).
+SCORES, SCORES_IN_WINDOWS = 21, 28
 SMALL_KERNELS = 8  # of a layer, which are neither products nor attention
 
 
@@ -137,13 +139,13 @@ def _attention(image: Image, keys: int, layers: int, itemsize: int) -> Iterator[
 def _unfused(image: Image, keys: int, layers: int, itemsize: int, block: int = 0) -> Iterator[Op]:
     """Two batches of products, and scores in memory between. `block`: queries of one product; 0: all of a tile."""
     tower, rows = image.config.tower, image.rows
-    block = block or rows // image.tiles
+    of_score, block = SCORES_IN_WINDOWS if block else SCORES, block or rows // image.tiles
     for n, k in ((keys, tower.each), (tower.each, keys)):
         flops = 2.0 * rows * keys * tower.heads * tower.each
         moved = itemsize * tower.heads * (rows * (n + k) + rows // block * n * k)
         dims = (block, n, k)
         yield Op("attention", "by XLA", "matmul", flops, moved, layers, dims=dims, dtype=NAMES[itemsize])
-    yield Op("attention", "scores", "memory", 0, SCORES * rows * keys * tower.heads, layers)
+    yield Op("attention", "scores", "memory", 0, of_score * rows * keys * tower.heads, layers)
 
 
 def _moved(image: Image, itemsize: int) -> Op:
