@@ -134,7 +134,7 @@ def test_what_is_said(qwen):
     assert told["images"]["tokens"] == 1024 and told["requests"]["prompt_tokens"]["mean"] == 2024
     assert told["images"]["encoder_seconds"] == speed_of(case_of(qwen, 2)).image_seconds
     text = to_text(told)
-    assert "1,024 of a prompt's tokens stand for 2 images of 448 x 896 pixels each" in text
+    assert "1,024 of a prompt's tokens stand for 2 images of 448 x 896 pixels (height x width), each read as" in text
     assert "of it, the encoder for each image" in text and "preparing them on the host is not counted" in text
     page = to_html(told)
     page_checker.check(page)

@@ -32,12 +32,12 @@ def headline(answer: Data) -> list[str]:
 
 def _seeing(images: Data) -> str:
     """What images each prompt has, and what its tokens are because of them."""
-    each = f"{images['height']:,} x {images['width']:,} pixels"
-    many = f"an image of {each}" if images["per_prompt"] == 1 else f"{images['per_prompt']:,} images of {each} each"
+    size, count = f"{images['height']:,} x {images['width']:,} pixels (height x width)", images["per_prompt"]
+    many = f"an image of {size}," if count == 1 else f"{count:,} images of {size}, each"
     padded = images["program_patches"] - images["patches"]
     program = f" in a program of {images['program_patches']:,}" if padded else ""
     return (
-        f"{images['tokens']:,} of a prompt's tokens stand for {many} (height x width), read as {images['patches']:,} "
+        f"{images['tokens']:,} of a prompt's tokens stand for {many} read as {images['patches']:,} "
         f"patches{program} by the encoder, whole on each GPU"
     )
 
