@@ -147,7 +147,7 @@ class Sketch:
     execution: Execution
     weights: tuple[Weight, ...]
     gpus_per_host: int = 8
-    made: dict[Callable, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    made: dict[Callable, Any] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
