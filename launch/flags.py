@@ -30,7 +30,7 @@ _CONSTRAINT = re.compile(r"--(\w+\.[\w.]+|rules|remat|matmul)(<=|>=|=)")
 # Of launch/plan_serve_flags.py, which is imported with --serve alone.
 OF_SERVING = (
     *("prompt_len", "output_len", "range_ratio", "shared_prefix", "file", "request_rate"),
-    *("ttft_seconds", "itl_seconds", "attainment", "acceptance_rate"),
+    *("ttft_seconds", "itl_seconds", "attainment", "acceptance_rate", "images_per_prompt", "image_size"),
 )
 
 _CONFIG = flags.DEFINE_string("config", None, "Python file whose get_config() returns the run's configuration.")

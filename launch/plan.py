@@ -11,6 +11,7 @@ python -m launch.plan --validate
 
 import functools
 import json
+import math
 import pathlib
 import sys
 
@@ -46,7 +47,10 @@ _PROFILE = flags.DEFINE_string(
 _CPU_DEVICES = flags.DEFINE_integer("cpu_devices", 0, "--gpu=local: so many virtual CPU devices; 0: the real ones.")
 _TOP = flags.DEFINE_integer("top", 8, "How many meshes to show.", lower_bound=1)
 _VERIFY = flags.DEFINE_integer(
-    "verify", None, "How many of the best to compile for their GPUs; by default 2, with --serve 1.", lower_bound=0
+    "verify",
+    None,
+    "How many of the best to compile for their GPUs; by default 2, with --serve 1, and none where that takes minutes.",
+    lower_bound=0,
 )
 _TOKENS = define_amount("tokens", 0.0, "Length of the run, such as 15T; 0: what train.steps come to.")
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
@@ -62,6 +66,7 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.answer import answer
     from shardlm.plan.asked import budget_of
     from shardlm.plan.auto import fixed_fields
+    from shardlm.plan.compile_time import PATIENCE
     from shardlm.plan.config_source import source
     from shardlm.plan.constraints import Constraints
     from shardlm.plan.report.data import to_json
@@ -78,7 +83,9 @@ def main(resolved: Resolved, words: list[str]) -> int:
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
     constraints = Constraints.parse([*words, *fixed_fields(given(resolved))])
-    found = answer(config, cluster, constraints, compiled=_compiled(2), budget=budget, say=telling())
+    patience = PATIENCE if _VERIFY.value is None else math.inf
+    how = {"compiled": _compiled(2), "patience": patience, "budget": budget, "say": telling()}
+    found = answer(config, cluster, constraints, **how)
     counts = around(config, cluster, constraints) if _REPORT.value else ()
     told = to_json(found, config_name(), counts, most=_TOP.value, overrides=dict(given(resolved)))
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))

@@ -32,6 +32,10 @@ _ITL = flags.DEFINE_float("itl_seconds", 0.0, "The longest time between two toke
 _ATTAINMENT = flags.DEFINE_float(
     "attainment", 0.0, "Share of requests that must keep --ttft_seconds and --itl_seconds; 0: they hold on average."
 )
+_IMAGES = flags.DEFINE_integer(
+    "images_per_prompt", 0, "Images before each prompt, of a --model that sees.", lower_bound=0
+)
+_IMAGE_SIZE = flags.DEFINE_string("image_size", "512x512", "HEIGHTxWIDTH of these images, in pixels.")
 
 
 def refuse_training(words: Sequence[str], resolved: Any = None) -> None:
@@ -52,6 +56,7 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     their flags. Raises ShardlmError for what cannot be."""
     from shardlm.mesh import MeshSpec
     from shardlm.plan.serving.case import ServedModel, ServingCase
+    from shardlm.serve.bench.image_work import size_of
     from shardlm.serve.engine_config import EngineConfig
     from shardlm.train.config import RunConfig
 
@@ -70,7 +75,8 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     if _FILE.value:
         asked |= _listed(source, model, engine)
     asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "attainment": _ATTAINMENT.value}
-    asked |= {flag.name: flag.value for flag in (_ACCEPTED, _RATIO, _SHARED)}
+    asked |= {flag.name: flag.value for flag in (_ACCEPTED, _RATIO, _SHARED, _IMAGES)}
+    asked["image_size"] = size_of(_IMAGE_SIZE.value)
     return ServingCase(model, cluster, engine, **asked, draft=draft)
 
 

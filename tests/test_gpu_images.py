@@ -1,5 +1,5 @@
 """Encoders of images compiled for NVIDIA GPUs without one, at the sizes that are published: they attend by cuDNN, and
-XLA has kernels for what else they do. Every figure is read from the program (compiled)."""
+XLA has kernels for what else they do. Plans foresee their FLOPs. Every figure is read from the program (compiled)."""
 
 import json
 import re
@@ -10,8 +10,10 @@ import pytest
 from gpu_programs import MARKS
 from jax.sharding import NamedSharding
 
+from shardlm.hlo.flops import matmul_flops
 from shardlm.mesh import MeshSpec
 from shardlm.ops.cudnn_heads import traced_for
+from shardlm.plan.serving.encoder import Image, operations
 from shardlm.rules import Rules
 from shardlm.topology import topology
 from shardlm.train.seeing import Seeing
@@ -62,6 +64,7 @@ def sight(kind: str, folder):
 
 
 def compiled(kind: str, gpu: str, folder):
+    """(the program, what a plan takes it for)."""
     own, patches = sight(kind, folder)
     mesh = MeshSpec().build(topology(gpu, 1, 1))
     encoder = Encoder.make(own.encoder, jnp.bfloat16, mesh)
@@ -69,14 +72,25 @@ def compiled(kind: str, gpu: str, folder):
     here = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     with jax.set_mesh(mesh), traced_for(mesh.devices.flat[0]):
-        return jax.jit(encoder).lower(encoder.shapes, jax.tree.map(here, encoder.inputs(patches)), count).compile()
+        lowered = jax.jit(encoder).lower(encoder.shapes, jax.tree.map(here, encoder.inputs(patches)), count)
+    return lowered.compile(), Image(own.encoder, patches, patches, own.merged)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_attends_by_cudnn(kind, gpu, tmp_path):
-    text = compiled(kind, gpu, tmp_path).as_text()
-    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    program, image = compiled(kind, gpu, tmp_path)
+    assert program.as_text().count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    shown = matmul_flops(program.as_text()).flops
+    assert foreseen(image) == pytest.approx(shown, rel=0.01)
+
+
+def foreseen(image: Image) -> float:
+    """FLOPs as a compiled program shows them: of layers with windows, the branch that sees all."""
+    found = list(operations(image, 2, fused=True))
+    everywhere = [op for op in found if op.unit == "attention"]
+    products = sum(op.flops * op.count for op in found if op.layer != "attention")
+    return products + image.config.tower.layers * sum(op.flops for op in everywhere)
 
 
 def test_devices_that_share_rows_read_images_of_a_batch_in_turn(tmp_path):

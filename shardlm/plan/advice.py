@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shardlm.clusters import ClusterKind
 from shardlm.hardware_file import SHIPPED, Hardware
+from shardlm.plan.alike import Shared
 from shardlm.plan.asked import Say, list_price, silent
 from shardlm.plan.budget import Budget
 from shardlm.plan.cluster import NIC
@@ -105,11 +106,12 @@ def advise(
     kinds = [kind_named(name, hardware) for name in dict.fromkeys(names)]
     rows = max(config.train.global_batch, (max_batch_tokens or MOST_BATCH) // config.train.seq_len)
     ladders: dict[Hosts, Ladder] = {}
+    shared = Shared()
     offers, nothing = [], []
     for kind in kinds:
         gpu = hardware.gpu(kind.gpu)
         say(f"looking at {kind.name} ({gpu.name}) ...")
-        new = Ladder(config, kind, gpu, constraints, target.tokens_per_second, rows)
+        new = Ladder(config, kind, gpu, constraints, target.tokens_per_second, rows, shared)
         ladder = ladders.setdefault(_hosts(kind), new)
         point = ladder.fewest()
         if point is None:

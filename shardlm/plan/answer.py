@@ -2,6 +2,7 @@
 and what a run costs."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +11,7 @@ from shardlm.plan.asked import Say, silent
 from shardlm.plan.budget import Budget
 from shardlm.plan.change import Change, changes
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.compile_time import too_long
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.ranked import Ranked
@@ -52,19 +54,22 @@ def answer(
     constraints: Constraints = FREE,
     *,
     compiled: int = 0,
+    patience: float = math.inf,
     budget: Budget | None = None,
     say: Say = silent,
 ) -> Answer:
     """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled, and the best
     of them without its loop over layers; where nothing fits, the changes that would make it fit in the same way. What
-    takes long is told to `say` as it begins.
+    takes long is told to `say` as it begins. Nothing is compiled where a program is foreseen to take longer than
+    `patience`, in seconds of a core.
 
     Raises ShardlmError where nothing can run at all.
     """
     started = time.perf_counter()
     found = search(config, cluster, constraints)
     seconds = time.perf_counter() - started
-    unverified = impossible(cluster) if compiled else ""
+    first = next(iter(found.plans), found.smallest)
+    unverified = (too_long(first.sketch, patience) or impossible(cluster)) if compiled else ""
     count = 0 if unverified else compiled
     ranked = refined(_compiled(found.plans or _nearly(found, count), count, say), constraints, say)
     train = config.train

@@ -158,9 +158,17 @@ class Layers:
     _timed: dict[tuple[Group, ...], list[Timed]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, sketch: Sketch, cluster: Cluster) -> "Layers":
-        times = _Times.of(of_layers(sketch), kernels_of(cluster, sketch.execution.attention))
-        return cls(times, tuple(layers_traffic(sketch)))
+    def of(
+        cls, sketch: Sketch, cluster: Cluster, made: tuple[tuple[Op, ...], tuple[Sent, ...]] | None = None
+    ) -> "Layers":
+        """`made` of the sketch, where it is known already."""
+        ops, sent = made or cls.made(sketch)
+        return cls(_Times.of(ops, kernels_of(cluster, sketch.execution.attention)), sent)
+
+    @staticmethod
+    def made(sketch: Sketch) -> tuple[tuple[Op, ...], tuple[Sent, ...]]:
+        """What layers compute and send, whatever the rates."""
+        return tuple(of_layers(sketch)), tuple(layers_traffic(sketch))
 
     @functools.cached_property
     def _axes(self) -> tuple[tuple[str, ...], ...]:
@@ -186,11 +194,15 @@ def step_cost(
 ) -> StepCost:
     """The estimate for a step; `layers` of it and what is sent of `weights`, where they are known already."""
     layers = layers or Layers.of(sketch, cluster)
-    times = layers.times.and_of(of_weights(sketch), kernels_of(cluster, sketch.execution.attention))
+    times = layers.times.and_of(sketch.once(_of_weights), kernels_of(cluster, sketch.execution.attention))
     copied = host_copies(sketch, cluster, times.forward, times.backward)
     hidden = IN_STAGES[sketch.config.pipeline.schedule]
     weights = timed(weights_traffic(sketch), sketch, cluster) if weights is None else weights
     return _summed(sketch, cluster, times, [*weights, *layers.timed(sketch, cluster)], hidden, copied)
+
+
+def _of_weights(sketch: Sketch) -> tuple[Op, ...]:
+    return tuple(of_weights(sketch))
 
 
 def without_weights(sketch: Sketch, cluster: Cluster, layers: Layers | None = None) -> StepCost:

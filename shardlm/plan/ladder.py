@@ -11,6 +11,7 @@ from shardlm.clusters import ClusterKind
 from shardlm.errors import ShardlmError
 from shardlm.flops import attention_pairs, training_flops
 from shardlm.hardware import GIB, Gpu
+from shardlm.plan.alike import Shared
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
@@ -41,13 +42,21 @@ class Ladder:
 
     rate        tokens/s to reach
     most_rows   of a global batch
+    shared      with ladders of other kinds, for the same configuration and constraints
     """
 
     def __init__(
-        self, config: RunConfig, kind: ClusterKind, gpu: Gpu, constraints: Constraints, rate: float, most_rows: int
+        self,
+        config: RunConfig,
+        kind: ClusterKind,
+        gpu: Gpu,
+        constraints: Constraints,
+        rate: float,
+        most_rows: int,
+        shared: Shared | None = None,
     ):
         self._config, self._kind, self._gpu, self._constraints = config, kind, gpu, constraints
-        self._rate, self._most_rows = rate, most_rows
+        self._rate, self._most_rows, self._shared = rate, most_rows, shared
         self._points: dict[tuple[int, int], Point] = {}
         self.considered = 0
 
@@ -144,7 +153,7 @@ class Ladder:
         host = min(self._kind.gpus_per_host, count)
         cluster = Cluster.of(self._gpu, count, host, self._kind.nic_bytes_per_second, self._kind.fabric)
         try:
-            found = search(config, cluster, self._constraints, every=False)
+            found = search(config, cluster, self._constraints, every=False, shared=self._shared)
         except ShardlmError as error:
             return Point(count, rows, None, str(error))
         self.considered += found.considered

@@ -3,6 +3,7 @@ is most hope, and ends where there is none."""
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,11 @@ from shardlm.plan.constraints import Constraints
 from shardlm.plan.cost import Layers, StepCost, step_cost, without_weights
 from shardlm.plan.overlap import Timed, keeping, timed
 from shardlm.plan.plan import Plan
-from shardlm.plan.program_traffic import Moved, moved_of, together, weights_traffic
+from shardlm.plan.program_traffic import moved_of, together, weights_traffic
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.traffic import Sent
 from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
-from shardlm.train.check import check_pipeline
+from shardlm.train.check import fills_stages
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import check_sizes
 
@@ -68,13 +70,12 @@ class Least:
         self._known, self._cluster = known, known.cluster
         self._bound, self._constraints, self._offload = bound, constraints, offload
         self._remats = constraints.choices("remat", REMATS)
-        self._alike: dict[tuple, list[RunConfig]] = {}  # those that split weights most first
-        for laid in sorted(_that_run(meshes), key=lambda one: -one.mesh.fsdp):
-            self._alike.setdefault(inner(laid), []).append(laid)
-        self._running = {(laid.mesh, laid.rules) for those in self._alike.values() for laid in those}
+        train = meshes[0].train if meshes else None
+        make = functools.partial(_by_inner, meshes)
+        self._alike, self._running = known.once("that run", (train, known.cluster.island), make)
         self._floors: dict[tuple, Hope] = {}
         self._may_fit: dict[tuple, bool] = {}
-        self._moved: tuple[Any, list[Moved]] = None, []  # of the mesh that was looked at last
+        self._mesh: tuple | None = None  # that was looked at last
         self._sent: dict[tuple, list[Timed]] = {}
         self.considered = 0
 
@@ -109,11 +110,7 @@ class Least:
 
     def _divides(self, config: RunConfig) -> bool:
         """Whether layers and microbatches fill the stages, as they then do on all meshes with these inner axes."""
-        try:
-            check_pipeline(self._bound.repeats, config.train, config.pipeline, config.mesh)
-        except ShardlmError:
-            return False
-        return True
+        return fills_stages(self._bound.repeats, config.train, config.pipeline, config.mesh)
 
     def _fitting(self, own: tuple, ends: Sequence[RunConfig]) -> Iterator[bool]:
         """True for the first preset with which one of these fits; else False where any runs."""
@@ -134,7 +131,7 @@ class Least:
     def _plans(self, laid: RunConfig, ends: Sequence[RunConfig]) -> Iterator[Plan]:
         for one in ends:
             try:
-                yield Plan.of(changed(one, mesh=laid.mesh, rules=laid.rules), self._cluster)
+                yield Plan.of(changed(one, mesh=laid.mesh, rules=laid.rules), self._cluster, self._known)
             except ShardlmError:
                 continue
 
@@ -155,26 +152,38 @@ class Least:
         """With a layer's weights moved together, which takes no longer than each apart, and as long whatever is kept of
         the forward pass."""
         mesh, config = (sketch.mesh, sketch.config.rules), sketch.config
-        if self._moved[0] != mesh:
-            self._moved, self._sent = (mesh, together(moved_of(sketch), sketch)), {}
+        if self._mesh != mesh:
+            self._mesh, self._sent = mesh, {}
         way = config.pipeline, config.train.accumulation, config.matmul
         if way not in self._sent:
-            self._sent[way] = timed(weights_traffic(sketch, self._moved[1]), sketch, cluster)
+            self._sent[way] = timed(sketch.once(_sent_together), sketch, cluster)
         return step_cost(sketch, cluster, layers, keeping(self._sent[way], config.remat))
 
     def _add(
         self, hope: Hope, variants: Sequence[RunConfig], kept: dict[str, Any], cost: Callable[..., StepCost]
     ) -> None:
-        for variant in reversed(variants):
+        for variant in filter(self._divides, reversed(variants)):
             candidate = changed(variant, **kept)
             try:
-                sketch = Sketch.of(candidate, self._cluster.gpu, self._cluster.gpus_per_host)
+                sketch = self._known.sketch(candidate)
             except ShardlmError:
                 continue
             self.considered += 1
             layers = self._known.layers(sketch)
             hope.add(candidate, cost(sketch, self._cluster, layers), min(map(self._bound.idle, variants)))
             return
+
+
+def _sent_together(sketch: Sketch) -> list[Sent]:
+    return weights_traffic(sketch, together(moved_of(sketch), sketch))
+
+
+def _by_inner(meshes: Sequence[RunConfig]) -> tuple[dict[tuple, list[RunConfig]], set[tuple]]:
+    """(those that run by their inner axes, the ones that split weights most first; all of them, as mesh and preset)."""
+    found: dict[tuple, list[RunConfig]] = {}
+    for laid in sorted(_that_run(meshes), key=lambda one: -one.mesh.fsdp):
+        found.setdefault(inner(laid), []).append(laid)
+    return found, {(laid.mesh, laid.rules) for those in found.values() for laid in those}
 
 
 def _that_run(meshes: Sequence[RunConfig]) -> Iterator[RunConfig]:

@@ -7,10 +7,11 @@ import math
 
 import jax.numpy as jnp
 
+from shardlm.plan.activations import Kinds
 from shardlm.plan.doubt import doubt
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import State, state
-from shardlm.plan.temporaries import Throughout, temporaries
+from shardlm.plan.temporaries import Throughout, temporaries, throughout
 
 RESERVE = 0.08  # of a GPU's memory
 ROUNDING = 1e-9  # of sums in another order
@@ -40,9 +41,9 @@ def at_least(sketch: Sketch, rests: State, held: Throughout) -> float:
     return (1 - ROUNDING) * (rests.total + sum(held.kinds.values()) + RESERVE * sketch.gpu.hbm_bytes)
 
 
-def memory(sketch: Sketch, rests: State | None = None, held: Throughout | None = None) -> Memory:
-    """The estimate for a step; `rests` is its state and `held` what is there throughout, where they are known."""
-    rests = rests or state(sketch)
+def memory(sketch: Sketch) -> Memory:
+    """The estimate for a step."""
+    rests = sketch.once(state)
     resting = {
         "weights": rests.weights,
         "frozen weights": rests.frozen,
@@ -51,11 +52,15 @@ def memory(sketch: Sketch, rests: State | None = None, held: Throughout | None =
         "replicas": rests.replicas,
         "batch": rests.batch,
     }
-    needed, zeros = temporaries(sketch, held or Throughout.of(sketch))
+    needed, zeros = sketch.once(_temporaries)
     if sketch.config.grpo.reward:
         resting["what samples"] = sampling(sketch, rests, sum(needed.values()))
     kinds = {name: nbytes for name, nbytes in (resting | needed).items() if nbytes}
     return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds, zeros))
+
+
+def _temporaries(sketch: Sketch) -> tuple[Kinds, float]:
+    return temporaries(sketch, sketch.once(throughout))
 
 
 def sampling(sketch: Sketch, rests: State, temporaries: float) -> float:

@@ -12,7 +12,7 @@ from shardlm.plan.cost import Layers, StepCost, at_least_seconds, step_cost
 from shardlm.plan.memory import Memory, at_least, memory
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import State, state
-from shardlm.plan.temporaries import Throughout
+from shardlm.plan.temporaries import Throughout, throughout
 from shardlm.train.config import RunConfig
 
 
@@ -31,19 +31,20 @@ class Plan:
     def of(cls, config: RunConfig, cluster: Cluster, known: Alike | None = None) -> "Plan":
         """Of a configuration whose mesh has every size. Raises ShardlmError for what cannot run at all; what is merely
         too large has a plan that does not fit."""
-        return cls(Sketch.of(config, cluster.gpu, cluster.gpus_per_host), cluster, known)
+        sketch = known.sketch(config) if known else Sketch.of(config, cluster.gpu, cluster.gpus_per_host)
+        return cls(sketch, cluster, known)
 
     @functools.cached_property
     def state(self) -> State:
-        return state(self.sketch)
+        return self.sketch.once(state)
 
     @functools.cached_property
     def memory(self) -> Memory:
-        return memory(self.sketch, self.state, self._held)
+        return memory(self.sketch)
 
     @functools.cached_property
     def _held(self) -> Throughout:
-        return Throughout.of(self.sketch)
+        return self.sketch.once(throughout)
 
     @functools.cached_property
     def cost(self) -> StepCost:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -9,19 +10,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.delta_net import DeltaNetConfig
-from shardlm.layers.mamba import MambaConfig
-from shardlm.mesh import AXES
-from shardlm.plan.alike import Alike
+from shardlm.mesh import MeshSpec
+from shardlm.plan.alike import Alike, Shared
 from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.constraints import FREE, Constraint, Constraints
+from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.least import Hope, Least
+from shardlm.plan.no_mesh import no_mesh
 from shardlm.plan.plan import Plan
-from shardlm.plan.ways import REMATS, by_schedule, choices_of, keeping, keeps, laid_out, memories, variants_of
+from shardlm.plan.ways import (
+    REMATS,
+    by_schedule,
+    choices_of,
+    keeping,
+    keeps,
+    laid_out,
+    layers_in_stages,
+    variants_of,
+)
 from shardlm.rules import BATCH_AXES
-from shardlm.train.config import RunConfig
+from shardlm.train.check import check_pipeline
+from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+from shardlm.train.replicas import apart
 from shardlm.train.settled import check_sizes
 
 BEAM = 64  # meshes on which everything is looked at
@@ -46,15 +57,23 @@ class Found:
     smallest: Plan | None
 
 
-def search(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE, *, every: bool = True) -> Found:
+def search(
+    config: RunConfig,
+    cluster: Cluster,
+    constraints: Constraints = FREE,
+    *,
+    every: bool = True,
+    shared: Shared | None = None,
+) -> Found:
     """Looks at every mesh over the cluster's GPUs, with the presets, schedules, microbatches and remat policies that go
     with it, where the constraints leave the choice. State goes to host memory where nothing fits otherwise.
 
-    every  False, for who wants the fastest alone: on each mesh leaves out what will be slower than one that was seen
+    every   False, for who wants the fastest alone: on each mesh leaves out what will be slower than one that was seen
+    shared  with further such searches under the same constraints (alike.py), on other clusters
 
     Raises ShardlmError where no mesh of that size can run the configuration, with the reasons.
     """
-    find = _search if every else _fastest
+    find = _search if every else functools.partial(_fastest, shared=shared)
     unrolls = dict.fromkeys([config.unroll, 1, 0, *constraints.numbers("unroll")])
     config = changed(config, unroll=constraints.choices("unroll", list(unrolls))[0])
     tried: list[Found] = []
@@ -118,11 +137,18 @@ def _search(
     return tally.found()
 
 
-def _fastest(config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool]) -> Found:
+def _fastest(
+    config: RunConfig,
+    cluster: Cluster,
+    constraints: Constraints,
+    offload: Sequence[bool],
+    shared: Shared | None = None,
+) -> Found:
     """Of each mesh, what may be faster than all that was seen before: first the meshes without stages, then those with,
     from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
-    tally, known, bound = _Tally(), Alike(cluster), Bound(config.model.transformer())
-    meshes = list(laid_out(config, cluster, constraints))
+    tally, known, bound = _Tally(), Alike(cluster, shared), Bound(config.model.transformer())
+    where = config.train, config.offload, cluster.island
+    meshes = known.once("laid out", where, lambda: list(laid_out(config, cluster, constraints)))
     least = Least(known, bound, meshes, constraints, offload)
     seen: dict[int, list[Plan | ShardlmError]] = {}
     for staged in (False, True):
@@ -204,12 +230,17 @@ def _all(
     what keeps more does not fit, as it runs longer."""
     remats = constraints.choices("remat", REMATS)
     schedules, trains, matmuls = choices_of(laid, constraints)
-    refused = {train: _refused(changed(laid, train=train)) for train in trains}
+    refused = known.once("refused", (laid.train, laid.mesh, laid.rules), lambda: _refusals(laid, trains))
     if all(refused.values()):
         yield from (refused[train] for _, train, _ in itertools.product(schedules, trains, matmuls))
         return
+    alone = not (laid.train.shares or apart(laid))  # else replicas are asked before stages
+    repeats = layers_in_stages(laid.model) if laid.mesh.pipeline > 1 and alone else 0
     for variant in variants_of(laid, constraints):
-        if error := refused[variant.train]:
+        error = refused[variant.train]
+        if repeats and error is None:
+            error = _unfilled(repeats, variant.train, variant.pipeline, variant.mesh.pipeline)
+        if error:
             yield error
             continue
         for candidate in keeping(variant, remats, offload):
@@ -219,10 +250,24 @@ def _all(
                 break
 
 
+def _refusals(laid: RunConfig, trains: Iterable[TrainConfig]) -> dict[TrainConfig, ShardlmError | None]:
+    return {train: _refused(changed(laid, train=train)) for train in trains}
+
+
 def _refused(laid: RunConfig) -> ShardlmError | None:
     """With all schedules, products and remat policies."""
     try:
         check_sizes(laid, laid.mesh)
+    except ShardlmError as error:
+        return error
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _unfilled(repeats: int, train: TrainConfig, pipeline: PipelineConfig, stages: int) -> ShardlmError | None:
+    """That layers or microbatches do not fill so many stages: most of what refuses meshes that their sizes do not."""
+    try:
+        check_pipeline(repeats, train, pipeline, MeshSpec(pipeline=stages))
     except ShardlmError as error:
         return error
     return None
@@ -301,7 +346,7 @@ def _nothing_runs(config: RunConfig, cluster: Cluster, constraints: Constraints,
     asked = f" with {said}" if said else ""
     head = f"no mesh over {cluster.num_gpus} GPUs can run this configuration{asked}"
     if not refused:
-        return f"{head}: {_no_mesh(config, cluster, constraints)}"
+        return f"{head}: {no_mesh(config, cluster, constraints)}"
     reasons = "\n".join(f"  {count} times: {reason}" for reason, count in list(refused.items())[:3])
     batch = _batch_that_runs(config, cluster, constraints)
     remedy = f"\nA mesh can with train.global_batch={batch}, which {cluster.num_gpus} GPUs can share." if batch else ""
@@ -328,60 +373,6 @@ def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constrain
         if batch > rows and any(isinstance(plan, Plan) for plan in tried):
             return batch
     return None
-
-
-def _no_mesh(config: RunConfig, cluster: Cluster, constraints: Constraints) -> str:
-    """Which constraints leave no mesh: those of one axis by themselves, and the sizes that it could have; or all of
-    them together. Where they leave meshes, they leave nothing to keep on them."""
-    if any(laid_out(config, cluster, constraints)):
-        said = constraints.of("pipeline.schedule", "remat")
-        return f"{said} do not go together: 1f1b keeps the inputs of its stages, which is remat=full"
-    axes = [one for one in constraints.items if one.field.startswith("mesh.")]
-    for field in {one.field: None for one in axes}:
-        own = Constraints(tuple(one for one in axes if one.field == field))
-        if not any(laid_out(config, cluster, own)):
-            could = ", ".join(map(str, _sizes(config, cluster, field)))
-            return f"{own.of(field)} cannot be; {field} could be {could} here{_divides(config, cluster, field)}"
-    given = {one.field: int(one.values[0]) for one in axes if one.operator == "=" and len(one.values) == 1}
-    if len(given) < 2:
-        return "each of these can be, and all of them together cannot"
-    product = f"{' x '.join(map(str, given.values()))} = {math.prod(given.values())}"
-    free = [f"mesh.{axis}" for axis in AXES if f"mesh.{axis}" not in given]
-    if not cluster.num_gpus % math.prod(given.values()):
-        rest = cluster.num_gpus // math.prod(given.values())
-        others = f"the other {rest} ways would be for {', '.join(free)}" if free else "no axis is left for the rest"
-        return f"each of these can be, and all of them together ({product}) cannot: {others}"
-    return f"each of these can be, and all of them together ({product}) cannot: that does not divide {cluster.num_gpus}"
-
-
-def _sizes(config: RunConfig, cluster: Cluster, field: str) -> list[int]:
-    """Those that an axis could have, whatever the others have."""
-    free = Constraints((Constraint(field, "<=", (str(cluster.num_gpus),)),))
-    return sorted({laid.mesh.sizes()[field.removeprefix("mesh.")] for laid in laid_out(config, cluster, free)})
-
-
-def _divides(config: RunConfig, cluster: Cluster, field: str) -> str:
-    """What an axis has to divide."""
-    shape, gpus = config.model.transformer(), f", which divides the {cluster.num_gpus} GPUs"
-    heads = ", ".join(map(str, sorted({block.attention.num_heads for block in shape.kinds})))
-    linear = memories(shape)
-    keys = " and the ".join(map(_heads, linear))
-    routed = sorted({block.mlp.num_experts for block in shape.kinds if block.mlp.num_experts})
-    experts = f"{', '.join(map(str, routed))} experts" if routed else "experts, of which a dense model has none"
-    return gpus + {
-        "mesh.tensor": f" and the {heads} attention heads"
-        + (f", and mesh.tensor x mesh.context the {keys}" if linear else ""),
-        "mesh.context": f"; mesh.tensor x mesh.context divides the {keys}" if linear else "",
-        "mesh.expert": f" and the {experts}",
-        "mesh.pipeline": f" and is no more than the {shape.segments[shape.pipelined_segment()].repeats} layers",
-    }.get(field, "")
-
-
-def _heads(attention: DeltaNetConfig) -> str:
-    """What tensor and context together have to divide."""
-    if isinstance(attention, MambaConfig):
-        return f"{attention.num_heads} heads of Mamba 2, by whole groups of {attention.num_kv_heads} or parts of one"
-    return f"{attention.num_kv_heads} heads of the queries and keys of linear attention"
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

@@ -4,7 +4,8 @@ takes about a millisecond, where tracing takes fifty, so that thousands of meshe
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import Settled, settle
 
+T = TypeVar("T")
 CAPABILITY = {"ampere": "8.0", "ada": "8.9", "hopper": "9.0", "blackwell": "10.0"}
 
 
@@ -135,6 +137,7 @@ class Sketch:
     config     with every size of its mesh given
     weights    all parameters, trained or not
     gpus_per_host  of the hosts over which the mesh lies
+    made       what it came to whatever a GPU's rates and memory are, by the function that made it
     """
 
     config: RunConfig
@@ -144,6 +147,7 @@ class Sketch:
     execution: Execution
     weights: tuple[Weight, ...]
     gpus_per_host: int = 8
+    made: dict[Callable, Any] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
@@ -151,6 +155,19 @@ class Sketch:
         settled = settle(config, config.mesh, Described.of(gpu), traced=False)
         refuse(settled.shape, config.train.seq_len, config.mesh)
         return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled), gpus_per_host)
+
+    def on(self, gpu: Gpu, gpus_per_host: int) -> "Sketch":
+        """The same on a GPU that has the same programs, and what it came to with it."""
+        found = object.__new__(Sketch)
+        found.__dict__.update(self.__dict__)
+        found.__dict__.update(gpu=gpu, gpus_per_host=gpus_per_host)
+        return found
+
+    def once(self, make: Callable[["Sketch"], T]) -> T:
+        """make(self), which goes neither by a GPU's rates nor by its memory."""
+        if make not in self.made:
+            self.made[make] = make(self)
+        return self.made[make]
 
     @property
     def mesh(self) -> MeshSpec:

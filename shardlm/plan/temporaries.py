@@ -36,6 +36,10 @@ class Throughout:
         return cls(parts, _kept(sketch, parts) | _pipeline(sketch, parts))
 
 
+def throughout(sketch: Sketch) -> Throughout:
+    return Throughout.of(sketch)
+
+
 def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     """At the fullest of the moments; and how many of these bytes there are only if zeros are made before the head."""
     parts, always = held.parts, held.kinds

@@ -63,6 +63,13 @@ def _inner(
                         yield tensor, pipeline, context, expert
 
 
+@functools.lru_cache(maxsize=64)
+def layers_in_stages(model: Any) -> int:
+    """Of a configuration's model, how often the layers that stages divide are repeated."""
+    shape = model.transformer()
+    return shape.segments[shape.pipelined_segment()].repeats
+
+
 def memories(shape: TransformerConfig) -> list[DeltaNetConfig]:
     """Linear attention, whose heads tensor and context together have to divide."""
     mixers = (mixer for block in shape.kinds for mixer in block.mixers)

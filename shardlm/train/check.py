@@ -119,11 +119,17 @@ def check_memory(attention: DeltaNetConfig, mesh: MeshSpec, context_attention: s
         )
 
 
+def fills_stages(layers: int, train: TrainConfig, pipeline: PipelineConfig, mesh: MeshSpec) -> bool:
+    """Whether `check_pipeline` refuses nothing."""
+    stages = mesh.pipeline
+    return stages == 1 or (stages * pipeline.laps <= layers and train.accumulation % stages == 0)
+
+
 def check_pipeline(layers: int, train: TrainConfig, pipeline: PipelineConfig, mesh: MeshSpec) -> None:
     """Refuses a pipeline with more places than layers, or microbatches that do not fill the stages. `layers` is
     how often the model's longest run of equal blocks repeats."""
     stages = mesh.pipeline
-    if stages == 1:
+    if fills_stages(layers, train, pipeline, mesh):
         return
     if stages * pipeline.laps > layers:
         rounds = "" if pipeline.laps == 1 else f" x pipeline.rounds={pipeline.laps}"
@@ -132,13 +138,12 @@ def check_pipeline(layers: int, train: TrainConfig, pipeline: PipelineConfig, me
             f"layers={layers} cannot be split over pipeline={stages}{rounds}: each of {stages * pipeline.laps} places "
             f"needs one; choose pipeline up to {max(1, layers // pipeline.laps)}{fewer}"
         )
-    if train.accumulation % stages:
-        below = train.accumulation // stages * stages
-        near = f"{below} or {below + stages}" if below else str(stages)
-        raise ShardlmError(
-            f"train.accumulation={train.accumulation} microbatches do not fill pipeline={stages} stages in whole "
-            f"groups; choose {near}"
-        )
+    below = train.accumulation // stages * stages
+    near = f"{below} or {below + stages}" if below else str(stages)
+    raise ShardlmError(
+        f"train.accumulation={train.accumulation} microbatches do not fill pipeline={stages} stages in whole "
+        f"groups; choose {near}"
+    )
 
 
 def check_outside_stages(model: TransformerConfig, pipeline: PipelineConfig, mesh: MeshSpec, context: str) -> None:

@@ -11,13 +11,13 @@ from more_families import PICKED, SERVED
 from shardlm.config import load
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
-from shardlm.plan.alike import Alike
+from shardlm.plan.alike import Alike, Shared
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.parts import Parts
 from shardlm.plan.plan import Plan
 from shardlm.plan.program_traffic import program_traffic
-from shardlm.plan.search import _all, _search, fastest
+from shardlm.plan.search import _all, _search, fastest, search
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import state
 from shardlm.plan.ways import laid_out
@@ -99,3 +99,23 @@ def test_layers_that_are_alike_hold_and_send_as_if_each_were_asked(rules, mesh):
     assert len(set(firsts)) < 0.8 * len(firsts) and list(plain.spread.firsts) == list(range(len(firsts)))
     assert program_traffic(sketch) == program_traffic(plain)
     assert Parts.of(sketch) == Parts.of(plain) and state(sketch) == state(plain)
+
+
+def test_searches_on_several_clusters_find_what_each_finds_by_itself():
+    """GPUs of one generation and of others, hosts of one and of several; of fp8 some have no units."""
+    config, shared = run("llama3_8b", 64), Shared()
+    held = Constraints.parse(["mesh.pipeline<=2", "rules=zero1,zero3"])
+    for gpu, gpus in (("h100", 16), ("h200", 16), ("b200", 16), ("gb200", 16), ("a100", 16), ("h200", 8)):
+        cluster = cluster_of(gpu, None, gpus)
+        both, alone = (search(config, cluster, held, every=False, shared=own) for own in (shared, None))
+        assert [plan.config for plan in both.plans] == [plan.config for plan in alone.plans] and both.plans
+        assert (both.considered, both.refused, both.too_large) == (alone.considered, alone.refused, alone.too_large)
+        for plan, own in zip(both.plans, alone.plans, strict=True):
+            assert (plan.gpu, plan.cost, plan.memory) == (own.gpu, own.cost, own.memory)
+
+
+def test_a_sketch_with_other_weights_remembers_nothing():
+    sketch = Sketch.of(dataclasses.replace(run("llama3_8b", 64), mesh=MeshSpec(fsdp=8)), GPUS["h100"])
+    whole = sketch.once(state)
+    assert sketch.once(state) is whole and sketch.on(GPUS["h200"], 8).once(state) is whole
+    assert dataclasses.replace(sketch, weights=tuple(sketch.weights)[:-1]).once(state).weights < whole.weights

@@ -41,9 +41,11 @@ class Programs:
         """(that the device is busy with a batch, until it has landed): in stages a chunk follows the one before it."""
         speed = self.replica.speed
         decodes = [row.start for row in batch.rows if row.tokens is None]
-        chunks = chunk_seconds([row for row in batch.rows if row.tokens is not None], speed)
+        read = [row for row in batch.rows if row.tokens is not None]
+        chunks = chunk_seconds(read, speed)
+        looks = speed.images_seconds * sum(row.start == 0 for row in read)  # before their prompts' first chunks
         step = self.step_seconds(len(decodes), rounded(sum(decodes) / len(decodes))) if decodes else 0.0
-        busy = step * batch.steps + sum(chunks) / speed.stages
+        busy = looks + step * batch.steps + sum(chunks) / speed.stages
         return busy, busy + max(chunks, default=0.0) * (1 - 1 / speed.stages)
 
     @functools.cached_property

@@ -23,7 +23,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.serving.images import Seen, seen_of
+from shardlm.plan.serving.images import Images, Seen, images_of, seen_of
 from shardlm.plan.serving.mix import Mix, made_up
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.published_weights import as_published, kinds_of, not_published
@@ -97,6 +97,7 @@ class ServingCase:
                    the mean of all requests
     acceptance_rate  share of the drafted tokens that the model accepts, as servers report it; 0: nothing drafts
     draft          the model that drafts, where one does
+    images_per_prompt  images before each prompt, of image_size pixels (height, width), none of them another's
     """
 
     model: ServedModel
@@ -114,6 +115,8 @@ class ServingCase:
     shared_prefix: int = 0
     file: str = ""
     listed: Mix | None = None
+    images_per_prompt: int = 0
+    image_size: tuple[int, int] = (512, 512)
 
     def __post_init__(self):
         if self.cluster.measured is not None:
@@ -159,6 +162,7 @@ class ServingCase:
         if not self.length:
             raise ShardlmError(f"{self.model.name} does not say how long its texts may be; give max_model_len")
         check_shared(self.shared_prefix, self.prompt_len, self.range_ratio)
+        self._check_images()
         if self.mix.longest > self.length:
             raise ShardlmError(self._too_long())
 
@@ -171,7 +175,8 @@ class ServingCase:
                 f"max_model_len={self.length}, the longest {both} tokens; leave them out, or raise max_model_len"
             )
         spread = f" with range_ratio={self.range_ratio:g}" if self.range_ratio else ""
-        lengths = f"prompt_len={self.prompt_len} and output_len={self.output_len}{spread}"
+        images = f", {self.images.tokens} tokens of images" if self.images else ""
+        lengths = f"prompt_len={self.prompt_len}{images} and output_len={self.output_len}{spread}"
         return f"{lengths} are {f'up to {both}' if spread else both} tokens, {raised}"
 
     @functools.cached_property
@@ -182,8 +187,23 @@ class ServingCase:
         if self.listed:
             return dataclasses.replace(self.listed, least=least) if caching else self.listed.unshared
         shared = self.shared_prefix if caching else 0
-        mix = made_up(self.prompt_len, self.output_len, self.range_ratio, shared, page)
+        images = self.images.tokens if self.images else 0
+        mix = made_up(self.prompt_len, self.output_len, self.range_ratio, shared, page, images)
         return dataclasses.replace(mix, least=least)
+
+    @functools.cached_property
+    def images(self) -> Images | None:
+        """Of each prompt."""
+        asked = self.images_per_prompt, self.image_size
+        return images_of(self.model.name, self.model.seen, self.engine, *asked, self.length)
+
+    def _check_images(self) -> None:
+        beside = [name for name in ("shared_prefix", "file") if getattr(self, name)]
+        if self.images and beside:
+            raise ShardlmError(
+                f"images_per_prompt={self.images_per_prompt} stand before prompts that are made up, and none is "
+                f"another's: leave {beside[0]} out"
+            )
 
     def _check_drafts(self) -> None:
         asked, rate = self.engine.speculative_config, self.acceptance_rate

@@ -94,9 +94,9 @@ class Replica:
         alone, uneven = float(np.mean(each)), float(np.mean(each**2) / np.mean(each) ** 2)
         read = [list(speed.chunks(kind.prompt - mix.cached(kind), speed.memory.sizes.max_rows)) for kind in mix.kinds]
         if len({sum(own) for own in read}) > 1:
-            crowded = crowded_seconds(mix, speed)
+            crowded = speed.images_seconds + crowded_seconds(mix, speed)
         else:
-            crowded = sum(map(speed.padded, read[0])) / (FILLED * whole) * chunk
+            crowded = speed.images_seconds + sum(map(speed.padded, read[0])) / (FILLED * whole) * chunk
         parts = float(np.mean([sum(speed.padded(count) < whole for count in own) for own in read]))
         slots, each = speed.memory.at_once_of(mix), tuple(sorted(each.tolist()))
         return cls(case, speed, alone, each, uneven, crowded, max(1.0, parts), chunk, slots)

@@ -20,7 +20,7 @@ from shardlm.ops.chunk_attention import block_positions
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
-from shardlm.plan.serving.images import bytes_of
+from shardlm.plan.serving.images import bytes_of, is_read
 from shardlm.plan.serving.mix import Mix
 from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
 from shardlm.plan.sketch import Described
@@ -160,6 +160,8 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     """Of an engine on every GPU of its mesh. Raises ShardlmError for what does not divide and for what does not fit,
     as the engine does."""
     engine, shape = case.engine, case.model.shape
+    if case.images and engine.mesh.pipeline > 1:
+        raise ShardlmError(f"images are not read in stages: pipeline={engine.mesh.pipeline}; choose pipeline=1")
     unknown(shape, case.length)
     refuse(shape)
     shape.check_stages(engine.mesh.pipeline)
@@ -190,7 +192,9 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     sizes, *beside = sized([layout, *beside], each, rooms, case.length, engine, engine.mesh.data, memories)
     few_bits = few_bits_of(shape, case.weights, grouped_weights.choose(sizes.platform))
     prefill = _prefill(case, model)
-    sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=prefill.in_parts, few_bits=few_bits)
+    # As image_encoder.fitted has it: tokens of an image that see those after them are not read in parts.
+    in_parts = prefill.in_parts and not (is_read(case.model.seen, engine) and case.model.seen.sight.whole)
+    sizes = dataclasses.replace(sizes, prefill=prefill.whole, in_parts=in_parts, few_bits=few_bits)
     check_longest(sizes, engine.decoded)
     stages = [
         _stage(case, sizes, rules, run, stage, page // devices, one // devices, i == len(runs) - 1)

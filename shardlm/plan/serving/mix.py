@@ -39,11 +39,12 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Lengths to draw from, as workload.lengths does."""
+    """Lengths to draw from, as workload.lengths does, and the tokens of images before each prompt."""
 
     prompt_len: int
     output_len: int
     range_ratio: float
+    images: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +67,9 @@ class Mix:
 
     def draw(self, count: int, seed: int) -> list[Kind]:
         """As the benchmark does: a file's in an order of the seed's, from the first again where there are fewer."""
-        if self.made:
-            both = lengths(count, *dataclasses.astuple(self.made), seed)
-            return [Kind(*one, self.kinds[0].shared) for one in both]
+        if made := self.made:
+            both = lengths(count, made.prompt_len, made.output_len, made.range_ratio, seed)
+            return [Kind(made.images + prompt, output, self.kinds[0].shared) for prompt, output in both]
         order = list(self.kinds)
         random.Random(seed).shuffle(order)
         return [order[i % len(order)] for i in range(count)]
@@ -108,7 +109,7 @@ class Mix:
         """Tokens of a prompt and its reply."""
         if self.made:
             lengths_of = (spread(one, self.made.range_ratio) for one in (self.made.prompt_len, self.made.output_len))
-            return sum(one[-1] for one in lengths_of)
+            return self.made.images + sum(one[-1] for one in lengths_of)
         return max(kind.prompt + kind.output for kind in self.kinds)
 
     def told(self) -> dict[str, Any]:
@@ -117,6 +118,7 @@ class Mix:
         ends = {"prompt": [kind.prompt for kind in self.kinds], "output": [kind.output for kind in self.kinds]}
         if made:
             ends = {name: spread(getattr(made, f"{name}_len"), made.range_ratio) for name in ends}
+            ends["prompt"] = [made.images + length for length in ends["prompt"]]
         return {
             "listed": None if made else len(self.kinds),
             **{
@@ -128,15 +130,17 @@ class Mix:
 
 
 @functools.lru_cache
-def made_up(prompt_len: int, output_len: int, range_ratio: float, shared_prefix: int, page: int) -> Mix:
-    """As the benchmark makes them up. Raises ShardlmError for what cannot be."""
+def made_up(
+    prompt_len: int, output_len: int, range_ratio: float, shared_prefix: int, page: int, images: int = 0
+) -> Mix:
+    """As the benchmark makes them up, after so many tokens of `images`. Raises ShardlmError for what cannot be."""
     check_shared(shared_prefix, prompt_len, range_ratio)
     asked, told = spread(prompt_len, range_ratio), spread(output_len, range_ratio)
     shared = tuple(b"all %d" % i for i in range(shared_prefix // page))
     count = SAMPLE if range_ratio else 1
     places = [((i + 0.5) / count, (i * APART % count + 0.5) / count) for i in range(count)]
-    kinds = [Kind(asked[int(x * len(asked))], told[int(y * len(told))], shared) for x, y in places]
-    return Mix(tuple(kinds), Made(prompt_len, output_len, range_ratio), page)
+    kinds = [Kind(images + asked[int(x * len(asked))], told[int(y * len(told))], shared) for x, y in places]
+    return Mix(tuple(kinds), Made(prompt_len, output_len, range_ratio, images), page)
 
 
 def of_file(path: str, output_len: int, folder: pathlib.Path | None, vocab: int, page: int) -> Mix:

@@ -34,6 +34,7 @@ class ServingPlan:
     most      the highest rate of a replica
     usual     at the rate asked for, over the replicas that it needs; without one at HEADROOM of the most
     replicas  for the rate asked for; without one, as many as the cluster holds
+    image_seconds  of the encoder for one image of a prompt; 0 without images
     """
 
     case: ServingCase
@@ -43,6 +44,7 @@ class ServingPlan:
     most: Load
     usual: Load
     replicas: int
+    image_seconds: float = 0.0
 
     @classmethod
     def of(cls, case: ServingCase, memory: ServingMemory | None = None) -> "ServingPlan":
@@ -57,7 +59,7 @@ class ServingPlan:
         sure = most.rate * HEADROOM
         count = math.ceil(case.request_rate / sure) if case.request_rate else case.engine.mesh.data
         usual = replica.at(case.request_rate / count if case.request_rate else sure)
-        return cls(case, memory, _steps(case, memory), replica.alone, most, usual, count)
+        return cls(case, memory, _steps(case, memory), replica.alone, most, usual, count, speed.image_seconds)
 
     @functools.cached_property
     def fused(self) -> tuple[DecodeStep, ...]:

@@ -6,6 +6,9 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+
+from shardlm.hardware import Gpu
 from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
@@ -14,12 +17,13 @@ from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.mesh import MeshSpec
+from shardlm.ops import attention
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constants import BOTH, FEW_ROWS, GAP, SMALL_SUMS
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
-from shardlm.plan.serving import altup, gated_streams, streams
+from shardlm.plan.serving import altup, encoder, gated_streams, streams
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
 from shardlm.plan.serving.fused import fused, possible
@@ -27,6 +31,7 @@ from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work, ngrams_work
 from shardlm.plan.serving.prompts import OVER_PAGES, how_of
 from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
+from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_replica, of_stage
 from shardlm.serving_rules import serving_rules
@@ -141,14 +146,25 @@ class Speed:
         return set(self._like)
 
     def prefill(self, prompt_len: int, cached: int = 0) -> float:
-        """Seconds of a prompt's chunks with nothing beside them, after those tokens that are cached. Chunks follow each
-        other through the stages."""
-        done, total = cached, 0.0
+        """Seconds of a prompt's images and chunks with nothing beside them, after those tokens that are cached. Chunks
+        follow each other through the stages."""
+        done, total = cached, self.images_seconds
         for count in self.chunks(prompt_len - cached):
             chunk = self.chunk(self.padded(count), done)
             total += chunk if done == cached else chunk / self.stages
             done += count
         return total
+
+    @functools.cached_property
+    def image_seconds(self) -> float:
+        """Of the encoder for one of a prompt's images; 0 without."""
+        images, case = self.case.images, self.case
+        return image_seconds(images.image, case.cluster.gpu, jnp.dtype(case.dtype)) if images else 0.0
+
+    @property
+    def images_seconds(self) -> float:
+        """The same of all of a prompt's, one after the other."""
+        return self.case.images.count * self.image_seconds if self.case.images else 0.0
 
     def chunks(self, tokens: int, prompts: int = 1) -> Iterator[int]:
         """Of so many tokens of a prompt, where `prompts` are to be read at once."""
@@ -170,7 +186,9 @@ class Speed:
     @functools.lru_cache(maxsize=512)  # noqa: B019 - plans live as long as a command
     def chunk(self, tokens: int, before: int, rows: int = 1) -> float:
         """Seconds of a program of so many tokens in all rows, each after those before, through all stages in turn."""
-        how = how_of(self.memory.sizes, tokens / rows, before)
+        # Tokens that see those after them are read over pages (serve/runner.py).
+        whole = self.case.images is not None and self.case.model.seen.sight.whole
+        how = "pages" if whole else how_of(self.memory.sizes, tokens / rows, before)
         one = Pass(tokens, rows, before, self.itemsize, prompts=how)
         return sum(self._turns(one)) + (self.stages - 1) * self._hop(tokens)
 
@@ -303,6 +321,14 @@ def exchanged_seconds(sent: Exchanged, mesh: MeshSpec, cluster: Cluster) -> floa
     later = SMALL_SUMS[route.inside.name]
     inside = dataclasses.replace(route.inside, protocols={**route.inside.protocols, **later})
     return dataclasses.replace(route, inside=inside).seconds(sent.kind, sent.nbytes, sent.count)
+
+
+def image_seconds(image: encoder.Image, gpu: Gpu, dtype: jnp.dtype) -> float:
+    """Of an encoder's program for one image, on one device."""
+    heads = [(image.config.tower.each,) * 2]
+    fused = attention.choose("auto", Described.of(gpu), dtype, heads, trained=False) == "cudnn"
+    kernels = Kernels.of(gpu)
+    return sum(kernel_seconds(op, kernels) * op.count for op in encoder.operations(image, dtype.itemsize, fused))
 
 
 FEW_BITS = (*EIGHT_BITS, "fp4")

@@ -24,13 +24,14 @@ def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
     first = answer.first.plan
     case, cluster = first.case, _cluster_of(first)
     asked = ("prompt_len", "output_len", "request_rate", "ttft_seconds", "itl_seconds", "attainment")
-    asked += ("range_ratio", "shared_prefix", "file")
+    asked += ("range_ratio", "shared_prefix", "file", "images_per_prompt")
     return {
         "model": case.model.name,
         "cluster": cluster_facts(cluster),
         "engine": _engine(first),
         "asked": {"num_gpus": case.cluster.num_gpus} | {name: getattr(case, name) for name in asked},
         "requests": case.mix.told(),
+        "images": _images(first),
         "headroom": 1.0 if case.attainment else HEADROOM,
         "unverified": answer.unverified,
         "times_of_requests": answer.times,
@@ -47,6 +48,22 @@ def _cluster_of(plan: ServingPlan) -> Cluster:
     cluster = plan.case.cluster
     hosts = -(-plan.num_gpus // cluster.gpus_per_host)
     return dataclasses.replace(cluster, num_gpus=hosts * cluster.gpus_per_host)
+
+
+def _images(plan: ServingPlan) -> dict[str, Any] | None:
+    """Of each prompt; their seconds are estimated."""
+    images = plan.case.images
+    if images is None:
+        return None
+    return {
+        "per_prompt": images.count,
+        "height": images.size[0],
+        "width": images.size[1],
+        "tokens": images.tokens,
+        "patches": images.image.count,
+        "program_patches": images.image.patches,
+        "encoder_seconds": plan.image_seconds,
+    }
 
 
 def _held(case: ServingCase) -> str:

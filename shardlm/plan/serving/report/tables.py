@@ -16,6 +16,7 @@ def headline(answer: Data) -> list[str]:
     engine, plan = answer["engine"], answer["plans"][0]
     replicas = "1 replica" if plan["replicas"] == 1 else f"{plan['replicas']:,} replicas"
     told = requests(answer["asked"], answer["requests"], engine["enable_prefix_caching"])
+    images = answer["images"]
     lines = [
         f"{answer['model']} on {plan['num_gpus']:,} x {answer['cluster']['gpu']}: {replicas} of "
         f"{plan['gpus_per_replica']:,} ({plan['mesh_text']})",
@@ -24,7 +25,21 @@ def headline(answer: Data) -> list[str]:
     ]
     if room := engine["adapters"]["count"]:
         lines.append(f"room for {room} adapters of rank {engine['adapters']['rank']}, by which all rows are multiplied")
+    if images:
+        lines.append(_seeing(images))
     return [*lines, *filter(None, [_drafting(engine["drafts"])])]
+
+
+def _seeing(images: Data) -> str:
+    """What images each prompt has, and what its tokens are because of them."""
+    size, count = f"{images['height']:,} x {images['width']:,} pixels (height x width)", images["per_prompt"]
+    many = f"an image of {size}," if count == 1 else f"{count:,} images of {size}, each"
+    padded = images["program_patches"] - images["patches"]
+    program = f" in a program of {images['program_patches']:,}" if padded else ""
+    return (
+        f"{images['tokens']:,} of a prompt's tokens stand for {many} read as {images['patches']:,} "
+        f"patches{program} by the encoder, whole on each GPU"
+    )
 
 
 def requests(asked: Data, found: Data, caching: bool) -> str:
@@ -100,6 +115,8 @@ def facts(answer: Data) -> list[Fact]:
         ("requests at once, none preempted", f"{found['max_concurrency']:,}"),
         ("tokens held by a replica", f"{found['tokens_held']:,}"),
     ]
+    if images := answer["images"]:
+        shown.insert(5, ("of it, the encoder for each image", seconds(images["encoder_seconds"])))
     if asked["request_rate"]:
         other = f" (asked about {asked['num_gpus']:,})" if plan["num_gpus"] != asked["num_gpus"] else ""
         shown.append((f"GPUs for {asked['request_rate']:g} requests/s", f"{plan['num_gpus']:,}{other}"))
@@ -196,6 +213,8 @@ def times(answer: Data) -> Table:
         "tokens of a program at once. launch.bench serve reports the same of a server that runs."
     ]
     said += [f"{found['within_limits']:.1%} have {wanted}."] if wanted else []
+    if answer["images"]:
+        said += ["Images are none another's; fetching and preparing them on the host is not counted."]
     said += _cached(found["cached_share"], answer["requests"])
     said += [f"{found['preemptions']:,} preemptions."] if found["preemptions"] else []
     return Table("times", "Times of requests, a replica of the first plan", columns, tuple(rows), note=" ".join(said))
