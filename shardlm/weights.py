@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,19 +39,11 @@ from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, join, read, 
 from shardlm.models.tensor_pieces import check_told, cuts, joined
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.state import ModelDef
+from shardlm.text_names import text_name
 from shardlm.unread import Unread
 from shardlm.weight_copies import Readable, check_copies, copies
 
 Tree = Any
-# In published checkpoints, and not part of the language model: buffers, the halves of what also sees, and ERNIE's
-# modules that predict further tokens.
-# How names begin in the files of language models without a head.
-BARE = ("layers.", "embed_tokens", "norm.", "embedding_norm.", "per_layer_", "altup_", "hyper_connection_mixer.")
-NOT_OURS = re.compile(
-    r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
-    r"(^|\.)(vision_tower|vision_model|vision_encoder|vision_projection|multi_modal_projector|mm_projector|vit_large_projector|visual|connector|mtp(_\w+)?|audio_tower|embed_vision|embed_audio|vision_embedder)\.|"
-    r"(^|\.)image_newline$|^(model\.)?(mlp_AR|projector|patch_merge_mlp)\."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,31 +134,6 @@ def unread(model: ModelDef, folder: Folder, shapes: Tree) -> Tree:
 def unpacked(model: ModelDef) -> Tree:
     """The shapes of the weights of a model that has adapters, without those and as a checkpoint has them."""
     return as_read(held_weights(model.frozen_shapes, model.execution.weights, model.groups))
-
-
-def text_name(options: Mapping[str, Any]) -> Callable[[str], str | None]:
-    """By a config.json: what a tensor is called in a checkpoint of its language model alone; None: it is no part of
-    that."""
-    modules, published = registry.modules(options), registry.published_name(options)
-    unused = registry.unused(options)
-
-    def called(name: str) -> str | None:
-        if NOT_OURS.search(name) and not (modules and name.startswith(modules.prefix)):
-            return None
-        name = published(name) if published else _alone(name)
-        return None if unused and unused.match(name) else name
-
-    return called
-
-
-def _alone(name: str) -> str:
-    name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.(language|text)_model\.", "", name)
-    name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
-    if name.startswith(BARE):
-        name = f"model.{name}"
-    if re.match(r"(h\.\d|wte|wpe|ln_f)", name):
-        name = f"transformer.{name}"
-    return name
 
 
 def own_tensors(folder: Folder) -> dict[str, Readable]:

@@ -12,8 +12,8 @@ import numpy as np
 from shardlm.hf_files import Folder, Planned, holds_weights
 from shardlm.hf_quantised import OPTIONS, dequantised
 from shardlm.models.expert_tensors import together
+from shardlm.text_names import text_name
 from shardlm.vision.registry import sees
-from shardlm.weights import text_name
 
 EMBEDDING = "embed_tokens.weight"
 

@@ -52,8 +52,8 @@ def seen_of(folder: pathlib.Path, options: Mapping[str, Any], embed_dim: int) ->
 
 
 def is_read(seen: Seen | None, engine: EngineConfig) -> bool:
-    """Whether the engine reads images: in stages it does not."""
-    return seen is not None and engine.max_images != 0 and engine.mesh.pipeline == 1
+    """Whether the engine reads images."""
+    return seen is not None and engine.max_images != 0
 
 
 def bytes_of(seen: Seen | None, engine: EngineConfig, length: int, batch_tokens: int, itemsize: int) -> tuple[int, int]:

@@ -160,8 +160,6 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     """Of an engine on every GPU of its mesh. Raises ShardlmError for what does not divide and for what does not fit,
     as the engine does."""
     engine, shape = case.engine, case.model.shape
-    if case.images and engine.mesh.pipeline > 1:
-        raise ShardlmError(f"images are not read in stages: pipeline={engine.mesh.pipeline}; choose pipeline=1")
     unknown(shape, case.length)
     refuse(shape)
     shape.check_stages(engine.mesh.pipeline)
