@@ -55,7 +55,8 @@ USUAL = {
     "mistral3": "mistral",
     **dict.fromkeys(("idefics3", "llava", "llava_next", "smolvlm"), "llama"),
 }
-TIED = ("cohere2_vision", "lfm2_vl", "lighton_ocr", "paddleocr_vl")  # where config.json does not say otherwise of all
+# Whose heads repeat the embedding as is said of all, and where nothing is.
+TIED = {**dict.fromkeys(("cohere2_vision", "lfm2_vl", "lighton_ocr", "paddleocr_vl"), True), "glm46v": False}
 ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -205,7 +206,7 @@ def _tied(kind: str, config: Config, inner: Config) -> bool | None:
     always alike: as transformers decides, but for Mistral, whose default for all is not what its checkpoints are."""
     whole, text = config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")
     if kind in TIED:
-        return next((config[name] for name in ("tie_embedding", "tie_word_embeddings") if name in config), True)
+        return next((config[name] for name in ("tie_embedding", "tie_word_embeddings") if name in config), TIED[kind])
     if kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr"):
         return bool(whole or text)
     first, second = (text, whole) if kind in ("mistral3", "gemma3", *USUAL) else (whole, text)
