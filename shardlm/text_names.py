@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint are called where its language model is written alone, and which are no part of it."""
+"""What the tensors of a checkpoint are called where its language model is written alone, and which are no part."""
 
 import re
 from collections.abc import Callable, Mapping

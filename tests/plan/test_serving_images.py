@@ -156,11 +156,15 @@ def test_images_that_cannot_be_are_refused(qwen, asked, error):
         case_of(qwen, **asked)
 
 
-def test_other_prompts_and_stages_are_refused(qwen):
+def test_the_first_of_stages_has_the_encoder(qwen):
+    staged = serving_memory(case_of(qwen, 1, pipeline=2))
+    assert [stage.encoder > 0 for stage in staged.stages] == [True, False]
+    assert speed_of(case_of(qwen, 1, pipeline=2)).image_seconds == speed_of(case_of(qwen, 1)).image_seconds
+
+
+def test_other_prompts_are_refused(qwen):
     with pytest.raises(ShardlmError, match="leave shared_prefix out"):
         dataclasses.replace(case_of(qwen, 1), shared_prefix=100)
-    with pytest.raises(ShardlmError, match="images are not read in stages: pipeline=2"):
-        serving_memory(case_of(qwen, 1, pipeline=2))
     blind = dataclasses.replace(qwen, seen=None)
     with pytest.raises(ShardlmError, match="does not see here"):
         case_of(blind, 1)
