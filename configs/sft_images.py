@@ -35,7 +35,7 @@ def get_config() -> RunConfig:
         precision="fp32",
         remat="none",
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=10),
-        train=TrainConfig(steps=100, global_batch=16, seq_len=128, eval_every=50),
+        train=TrainConfig(steps=150, global_batch=16, seq_len=128, eval_every=50),
         run_dir="runs/sft_images",
         cpu_devices=2,
     )
