@@ -44,6 +44,7 @@ class MinimaxConfig:
     inner: int
     width: int
 
+    by_patch = ("first", "second")  # products ahead of the merging
     tensors = Tensors(
         ("vision_tower.", "multi_modal_projector."),
         r"^vision_tower\.rotary_emb\.",

@@ -81,13 +81,22 @@ class Image:
     @property
     def rows(self) -> int:
         """Of its layers: patches, and a class token for each tile."""
-        return self.patches + self.tiles * made_of(self.config).classes
+        return self.read + self.tiles * made_of(self.config).classes
+
+    @property
+    def across(self) -> int:
+        """Patches of a tile's side; 0: there are no tiles."""
+        return getattr(getattr(self.config, "eyes", self.config), "across", 0)
 
     @property
     def tiles(self) -> int:
         """That attend by themselves."""
-        across = getattr(self.config, "across", 0)
-        return self.patches // across**2 if across else 1
+        return self.patches // self.across**2 if self.across else 1
+
+    @property
+    def read(self) -> int:
+        """Patches that layers go over: those of whole tiles, behind which is what stands between their vectors."""
+        return self.tiles * self.across**2 if self.across else self.patches
 
     @property
     def seen(self) -> int:
@@ -106,8 +115,8 @@ class Image:
 def operations(image: Image, itemsize: int, fused: bool) -> Iterator[Op]:
     """Of the program. `fused`: cuDNN attends; else XLA does, as it does in windows always."""
     for weight in made_of(image.config).weights:
-        rows = image.rows if weight.in_tower else image.patches
-        if not weight.in_tower and "patches" not in weight.path:
+        rows = image.rows if weight.in_tower else image.read
+        if not weight.in_tower and not {"patches", *getattr(image.config, "by_patch", ())} & set(weight.path):
             rows //= image.merged
         yield _product(weight, rows, itemsize)
     tower = image.config.tower
