@@ -54,6 +54,7 @@ _VERIFY = flags.DEFINE_integer(
 )
 _TOKENS = define_amount("tokens", 0.0, "Length of the run, such as 15T; 0: what train.steps come to.")
 _PRICE = flags.DEFINE_float("dollars_per_gpu_hour", 0, "0: the typical list price of prices.py.", lower_bound=0)
+_ROW_IMAGES = flags.DEFINE_string("images_per_row", None, "Images in each row that is trained on, N@HEIGHTxWIDTH.")
 _FORMAT = flags.DEFINE_enum("format", "text", ("text", "json"), "What to print.")
 _REPORT = flags.DEFINE_string("report", None, "Write a page with pictures to this .html file.")
 _WRITE = flags.DEFINE_string("write", None, "Write the best plan to this .py file, a configuration for launch.train.")
@@ -74,12 +75,14 @@ def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.report.html import to_html
     from shardlm.plan.report.text import to_text
     from shardlm.plan.sweep import around
+    from shardlm.plan.training_images import RowImages
 
     _refuse_model()
     check_writable(_REPORT, ".html")
     check_writable(_WRITE, ".py")
     collect_rarely()
     config = resolved.config
+    images = RowImages.asked(_ROW_IMAGES.value, config) if _ROW_IMAGES.value else None
     cluster = asked_cluster()
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
     constraints = Constraints.parse([*words, *fixed_fields(given(resolved))])
@@ -87,7 +90,8 @@ def main(resolved: Resolved, words: list[str]) -> int:
     how = {"compiled": _compiled(2), "patience": patience, "budget": budget, "say": telling()}
     found = answer(config, cluster, constraints, **how)
     counts = around(config, cluster, constraints) if _REPORT.value else ()
-    told = to_json(found, config_name(), counts, most=_TOP.value, overrides=dict(given(resolved)))
+    overrides = dict(given(resolved))
+    told = to_json(found, config_name(), counts, most=_TOP.value, overrides=overrides, images=images)
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
     if _REPORT.value:
         pathlib.Path(_REPORT.value).write_text(to_html(told), encoding="utf-8")
@@ -128,7 +132,7 @@ def _compiled(otherwise: int) -> int:
 
 
 def _refuse_with_serve() -> None:
-    for flag in (_WRITE, _TOKENS, _PRICE):
+    for flag in (_WRITE, _TOKENS, _PRICE, _ROW_IMAGES):
         if flag.value:
             raise ShardlmError(f"--{flag.name} is of training and does not go with --serve; leave it out")
 

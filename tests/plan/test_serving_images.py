@@ -3,6 +3,7 @@ formulas alone; tests/test_gpu_images.py holds the operations to compiled encode
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import page_checker
@@ -13,7 +14,13 @@ from shardlm.config import load
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
+from shardlm.plan.answer import answer
 from shardlm.plan.asked import cluster_of
+from shardlm.plan.constraints import Constraints
+from shardlm.plan.report import data as report
+from shardlm.plan.report import html as report_html
+from shardlm.plan.report import text as report_text
 from shardlm.plan.serving.answer import answer_serving
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.encoder import Image, operations
@@ -25,8 +32,9 @@ from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.training_images import TrainingImages
+from shardlm.plan.training_images import RowImages, TrainingImages
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.train.config import RunConfig, TrainConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 TEXT = {  # https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct
@@ -38,11 +46,16 @@ TEXT = {  # https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory) -> ServedModel:
+def folder(tmp_path_factory) -> pathlib.Path:
     folder, files = tmp_path_factory.mktemp("qwen"), ENCODERS["Qwen2.5-VL 7B"]
     config = files["config"] | {"text_config": TEXT, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(files["preprocessor_config"]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(folder) -> ServedModel:
     return ServedModel.of_folder(folder)
 
 
@@ -111,15 +124,54 @@ def test_more_replicas_are_needed_for_a_rate(qwen):
 
 
 def test_a_step_of_training_on_images(qwen):
-    """The encoder whole on each device, vectors and reading split as the batch is."""
-    image = case_of(qwen, 1).images.image
+    """The encoder whole on each device, vectors split as the batch is, images read in turn by all that share rows."""
+    own = case_of(qwen, 1).images
+    rows = RowImages(1.5, (448, 896), own.tokens, qwen.seen, own.image)
     config = load(str(CONFIGS / "llama3_8b.py"))
     config = dataclasses.replace(config, mesh=MeshSpec(fsdp=4, context=2))
     train = config.train
-    found = TrainingImages.of(Sketch.of(config, GPUS["h100"]), qwen.seen, image, 1.5)
+    found = TrainingImages.of(Sketch.of(config, GPUS["h100"]), rows)
     assert found.encoder_bytes == 2 * qwen.seen.parameters
     assert found.vector_bytes == 2 * 3584 * train.global_batch * train.seq_len // 8
-    assert found.encoder_seconds == train.global_batch / 4 * 1.5 * speed_of(case_of(qwen, 1)).image_seconds
+    calls = math.ceil(train.global_batch / 4 * 1.5 / 2)
+    assert found.encoder_seconds == calls * speed_of(case_of(qwen, 1)).image_seconds
+
+
+def test_what_a_plan_of_training_says_of_images(folder):
+    train = TrainConfig(global_batch=64, seq_len=2048, mtp_loss=0.0)
+    config = RunConfig(Pretrained(str(folder)), precision="bf16", remat="full", train=train)
+    images = RowImages.asked("1.5@448x896", config)
+    assert images.tokens == 512 and images.image.patches == 2048
+    found = answer(config, cluster_of("h100", None, 8), Constraints.parse(["mesh.fsdp=8"]))
+    told = report.to_json(found, images=images)
+    added = TrainingImages.of(found.best.plan.sketch, images)
+    free = found.best.plan.gpu.hbm_bytes - found.best.plan.memory.total
+    assert told["images"]["left_bytes"] == free - added.encoder_bytes - added.vector_bytes > 0
+    assert told["images"]["encoder_seconds"] == added.encoder_seconds > 0
+    text = " ".join(report_text.to_text(told).split())
+    assert "With 1.5 images of 448 x 896 pixels (height x width) in each row, 512 tokens each: their encoder" in text
+    assert "None of it is in the figures above, beside which it leaves" in text
+    page = report_html.to_html(told)
+    page_checker.check(page)
+    assert "their encoder takes" in page
+    assert report.to_json(found)["images"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ("2", "give N@HEIGHTxWIDTH, such as 2@896x896"),
+        ("two@448x448", "give N@HEIGHTxWIDTH, such as 2@896x896"),
+        ("0@448x448", "none are asked for"),
+        ("5@448x896", "an image is 512 tokens of 2,048 patches, and a row of 2,048 tokens has 5"),
+    ],
+)
+def test_images_of_rows_that_cannot_be_are_refused(folder, asked, error):
+    config = RunConfig(Pretrained(str(folder)), train=TrainConfig(seq_len=2048))
+    with pytest.raises(ShardlmError, match=error):
+        RowImages.asked(asked, config)
+    with pytest.raises(ShardlmError, match="the model is no checkpoint that sees"):
+        RowImages.asked("1@448x448", load(str(CONFIGS / "llama3_8b.py")))
 
 
 def test_a_model_whose_images_see_all_of_themselves_reads_them_over_pages(qwen):

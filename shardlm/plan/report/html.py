@@ -43,6 +43,7 @@ def to_html(answer: dict[str, Any]) -> str:
         remedy=sentences.change(answer),
         settings=sentences.settings(plan),
         refusals=sentences.refusals(answer),
+        images=sentences.images(answer["images"]) if answer["images"] else "",
         memory=pictures.memory(answer),
         steps=pictures.steps(answer) if first else None,
         stages=pictures.stages(answer),

@@ -16,6 +16,7 @@ def to_text(answer: dict[str, Any]) -> str:
     blocks = ["\n".join(map(wrapped, [*head, *sentences.headline(answer)]))]
     if answer["first"]:
         blocks += [show(tables.plans(answer)), *_refusals(answer), *_first(answer)]
+        blocks += [wrapped(sentences.images(answer["images"]))] if answer["images"] else []
     else:
         blocks += _nothing_fits(answer)
     if answer["sweep"]:

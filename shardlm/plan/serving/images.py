@@ -3,6 +3,7 @@ each device holds, and the images of a prompt, as its own preparation makes them
 
 import dataclasses
 import pathlib
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from shardlm.serve.image_encoder import places_of
 from shardlm.vision.encoder import parameters_of
 from shardlm.vision.registry import sight_of
 from shardlm.vision.sight import Sight
+
+
+_AS_IT_IS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +47,14 @@ class Images:
     image: Image
 
 
-def seen_of(folder: pathlib.Path, options: Mapping[str, Any], embed_dim: int) -> Seen | None:
-    """Of a checkpoint's folder; None where it reads text, or no file says how images are prepared."""
+def seen_of(
+    folder: pathlib.Path, options: Mapping[str, Any], embed_dim: int, asked: Mapping[str, Any] = _AS_IT_IS
+) -> Seen | None:
+    """Of a checkpoint's folder; None where it reads text, or no file says how images are prepared. `asked`: how
+    otherwise than that (registry.sight_of)."""
     if not any((folder / name).is_file() for name in OF_IMAGES):
         return None
-    sight = sight_of(folder, options)
+    sight = sight_of(folder, options, asked)
     return Seen(parameters_of(sight.encoder), (1 + sight.deep) * embed_dim, sight) if sight else None
 
 
