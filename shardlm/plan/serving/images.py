@@ -18,7 +18,6 @@ from shardlm.vision.encoder import parameters_of
 from shardlm.vision.registry import sight_of
 from shardlm.vision.sight import Sight
 
-
 _AS_IT_IS: Mapping[str, Any] = types.MappingProxyType({})
 
 
