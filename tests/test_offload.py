@@ -18,6 +18,7 @@ from shardlm.config import resolve
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.optim import OptimConfig
+from shardlm.state import at_rest
 from shardlm.topology import topology
 from shardlm.train.bench import random_batch
 from shardlm.train.config import LocalSgdConfig, OffloadConfig, PipelineConfig, RunConfig, TrainConfig
@@ -101,6 +102,16 @@ def uninterrupted(tmp_path_factory):
     done = tiny_run.train(run_config, *flags)
     assert done.returncode == 0, done.stderr
     return run_config, home / "run", flags, done.stdout
+
+
+def test_weights_that_were_read_come_into_the_hosts_memory():
+    """As those of a checkpoint, which are on the device first."""
+    program = Program.make(config(BOTH), mesh_of(MeshSpec(fsdp=4, tensor=2)))
+    shapes = jax.tree.map(lambda s: at_rest(s, program.mesh), program.model.shapes)
+    read = jax.tree.map(lambda s: jax.device_put(np.full(s.shape, 0.5, s.dtype), s.sharding), shapes)
+    state = program.init(read)
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves(state.params)}
+    assert kinds == {"pinned_host"} and all((np.asarray(a) == 0.5).all() for a in jax.tree.leaves(state.params))
 
 
 def test_the_saving_is_printed(uninterrupted):

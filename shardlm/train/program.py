@@ -116,10 +116,11 @@ class Program:
         return offload.at_rest(shapes, self.config.offload, self.mesh)
 
     def init(self, params: Any = None, frozen: Any = None) -> TrainState:
-        """A new training state of these parameters (donated), or of new ones from config.train.seed, created in its
-        shards."""
+        """A new training state of these parameters (donated, unless the state's are in the host's memory), or of new
+        ones from config.train.seed, created in its shards."""
+        donated = () if self.config.offload.params else 1  # what is on the device makes no room in the host's memory
         with jax.set_mesh(self.mesh):
-            state = jax.jit(self._make_state, donate_argnums=1)(self.config.train.seed, params)
+            state = jax.jit(self._make_state, donate_argnums=donated)(self.config.train.seed, params)
         return dataclasses.replace(state, frozen=frozen)
 
     def frozen_shapes(self) -> Any:
