@@ -89,6 +89,11 @@ def read(
     return tuple(found)
 
 
+def may_show(paths: Sequence[str]) -> bool:
+    """Whether some line of these files may have images: it says the word."""
+    return any(b'"image' in line for source in find_sources(paths) for _, line, _ in read_lines(source))
+
+
 def _lines(paths: Sequence[str], chats: Chats) -> Iterator[tuple[bytes, str, Chats]]:
     for source in find_sources(paths):
         if source.kind != "jsonl":

@@ -13,7 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_files import texts_beside
 from shardlm.progress_bar import waiting
 from shardlm.reinforce.judged import Judges, described
-from shardlm.reinforce.prompts import Order, Prompt, digest, read
+from shardlm.reinforce.prompts import Order, Prompt, digest, may_show, read
 from shardlm.reinforce.rewards import load_all
 from shardlm.reinforce.rollouts import Rollouts
 from shardlm.reinforce.sampler import Sampler
@@ -45,7 +45,7 @@ class Rewards:
         tokenizer, file = tokenizer_of(config.data.tokenizer, config.model.folder)
         template = template_of(config.data.chat_template) if config.data.chat_template else None
         longest = config.train.seq_len - config.grpo.max_tokens
-        sight = sight_of_run(config)
+        sight = sight_of_run(config) if any(map(may_show, (config.data.train, config.data.validation))) else None
         with waiting("reading prompts", jax.process_index() == 0):
             train, validation = (
                 read(getattr(config.data, name), tokenizer, template, longest, f"data.{name}", sight)

@@ -16,7 +16,7 @@ from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.evaluate import Evaluator
 from shardlm.train.program import Program
-from shardlm.train.seeing import sight_of_run
+from shardlm.train.seeing import sight_of_chats
 from shardlm.train.task import with_eyes
 
 
@@ -64,7 +64,7 @@ def score(
         train=TrainConfig(global_batch=global_batch, seq_len=seq_len),
     )
     program = Program.make(config, mesh.build(), mtp=False)
-    sight = sight_of_run(config)
+    sight = sight_of_chats(config)
     data = prepare(config.data, progress, sight)
     check_vocabulary(program.model.config, data.tokenizer.vocab_size)
     program, eyes = with_eyes(program, data, sight)

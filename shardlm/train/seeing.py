@@ -175,14 +175,20 @@ def _read(seeing: Seeing, params, vectors: jax.Array, inputs: Mapping[str, jax.A
 
 
 def sight_of_run(config: RunConfig) -> Sight | None:
-    """How the checkpoint that a run begins with sees; None where it doesn't, or is not there any more, and where the
-    data are no conversations, which alone have images. Raises as sight_of."""
-    if not isinstance(config.model, Pretrained) or not config.data.chat_template:
+    """How the checkpoint that a run begins with sees; None where it doesn't, or is not there any more. Raises as
+    sight_of."""
+    if not isinstance(config.model, Pretrained):
         return None
     folder = pathlib.Path(config.model.folder)
     if not holds_weights(folder):
         return None
     return sight_of(folder, config.model.options, prepared_as(config))
+
+
+def sight_of_chats(config: RunConfig) -> Sight | None:
+    """The same for data of DataConfig, of which conversations alone have images: with texts nothing is asked of what a
+    folder says of them."""
+    return sight_of_run(config) if config.data.chat_template else None
 
 
 def prepared_as(config: RunConfig) -> dict[str, int]:

@@ -15,7 +15,7 @@ from shardlm.train import report
 from shardlm.train.batches import local_rows
 from shardlm.train.evaluate import Evaluator
 from shardlm.train.program import Program
-from shardlm.train.seeing import sight_of_run
+from shardlm.train.seeing import sight_of_chats
 from shardlm.train.step import Batch
 from shardlm.vision.sight import Sight
 
@@ -75,7 +75,7 @@ class Texts:
     def prepared(cls, program: Program) -> "Texts":
         """Reads or makes the data of the program's run, and reads what sees the images in them. Raises ShardlmError for
         what is missing or bad."""
-        sight = sight_of_run(program.config)
+        sight = sight_of_chats(program.config)
         with report.Preparing(enabled=jax.process_index() == 0) as progress:
             data = prepare(program.config.data, progress, sight)
         program, eyes = with_eyes(program, data, sight)

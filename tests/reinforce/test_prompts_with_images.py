@@ -9,7 +9,7 @@ from seen_chats import PAD, PARTS, PLACE, WHOLE, data_url, png, said, sight, tok
 
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
-from shardlm.reinforce.prompts import Order, digest, read
+from shardlm.reinforce.prompts import Order, digest, may_show, read
 from shardlm.reinforce.rows import Reply, images_of, rows_of
 from shardlm.serve.images import Given, Images
 from shardlm.serve.messages import rendered
@@ -62,6 +62,14 @@ def test_every_form_of_line_is_the_prompt_that_a_server_makes(folder):
         assert sight().expanded(one.asked["prompt_token_ids"], [placed[0].picture])[0] == ids
     # What rewards are given is what the line has, as TRL gives them its columns.
     assert found[0].columns == {"images": ["a.png"], "answer": 3} and found[0].given == shown
+
+
+def test_what_sees_is_asked_for_by_lines_that_may_show_something(folder):
+    files = {"text.jsonl": {"prompt": "fox"}, "part.jsonl": {"prompt": [said("user", PLACE)], "image": "a.png"}}
+    for name, line in files.items():
+        (folder / name).write_text(json.dumps(line) + "\n")
+    assert [may_show([str(folder / name)]) for name in files] == [False, True]
+    assert may_show([str(folder / name) for name in files])
 
 
 def test_lines_without_images_stay_as_they_are(folder):
