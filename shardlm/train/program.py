@@ -103,7 +103,10 @@ class Program:
         images = batch.get("images")
         arrays = {name: a for name, a in batch.items() if name != "images"}
         found = to_devices(arrays, rows, self.batch_sharding, self.slots)
-        return found | (self.seeing(eyes, images) if self.seeing else {})
+        if not self.seeing:
+            return found
+        with self._tracing():
+            return found | self.seeing(eyes, images)
 
     def state_shapes(self) -> TrainState:
         """The training state, with each array's dtype and resting sharding on this mesh."""
