@@ -47,6 +47,11 @@ def sees(options: Mapping[str, Any]) -> bool:
     return options.get("model_type") in FAMILIES and isinstance(options.get("vision_config"), Mapping)
 
 
+def takes(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names by which images of a checkpoint that sees may be prepared otherwise."""
+    return SIZES.get(FAMILIES[options["model_type"]], ())
+
+
 def sight_of(
     folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, Any] = types.MappingProxyType({})
 ) -> Sight | None:
@@ -58,11 +63,10 @@ def sight_of(
     """
     if not sees(options):
         return None
-    family = FAMILIES[options["model_type"]]
-    known = SIZES.get(family, ())
+    family, known = FAMILIES[options["model_type"]], takes(options)
     if unknown := [name for name in asked if name not in known]:
-        takes = f"takes {', '.join(known)}" if known else "has images of one size"
-        raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {takes}; leave it out")
+        said = f"takes {', '.join(known)}" if known else "has images of one size"
+        raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {said}; leave it out")
     try:
         found = importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
         if found is None:

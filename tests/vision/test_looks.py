@@ -1,6 +1,7 @@
 """Which device reads which image of a batch, at the edges: none at all, and one that no program is for."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -9,7 +10,11 @@ import references
 from test_trained_images import LENGTH, ROWS, program_of
 from trained import packed
 
+from shardlm.data.config import DataConfig
 from shardlm.errors import ShardlmError
+from shardlm.models.pretrained import Pretrained
+from shardlm.train.config import RunConfig
+from shardlm.train.seeing import sight_of_run
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +43,33 @@ def test_images_of_more_patches_than_are_read(program):
     with pytest.raises(ShardlmError, match=f"has {patches} patches, and at most 1 are read.* restore data.max_pixels"):
         dataclasses.replace(small, here=frozenset())([image])
     assert patches <= most
+
+
+def run_of(name, folder, **data):
+    home = references.folder(name, folder)
+    return home, RunConfig(Pretrained(str(home)), data=DataConfig(chat_template=str(home), packing="whole", **data))
+
+
+@pytest.mark.parametrize(
+    "name, pixels, message",
+    [
+        ("glm4v", 2000, "data.max_pixels=2000: images of a glm4v are prepared as .*preprocessor_config.json says; set"),
+        ("gemma3", 2000, "data.max_pixels=2000: images of a gemma3 are prepared as "),
+        ("qwen2_5_vl", 100, "data.max_pixels=100: .*256 to 100 pixels; the second needs 256 or more$"),
+    ],
+)
+def test_pixels_that_a_model_does_not_take(name, pixels, message, tmp_path):
+    _, config = run_of(name, tmp_path, max_pixels=pixels)
+    with pytest.raises(ShardlmError, match=message):
+        sight_of_run(config)
+
+
+def test_text_is_trained_where_images_cannot_be_read(tmp_path, caplog):
+    """Conversations without images beside an encoder of which something is not known here."""
+    home, _ = run_of("qwen2_5_vl", tmp_path)
+    found = json.loads((home / "config.json").read_text())
+    found["vision_config"]["spin"] = 2
+    (home / "config.json").write_text(json.dumps(found))
+    config = RunConfig(Pretrained(str(home)), data=DataConfig(chat_template=str(home), packing="whole"))
+    assert sight_of_run(config) is None
+    assert "images are not read" in caplog.text and "spin=2" in caplog.text and "limit_mm" not in caplog.text
