@@ -87,10 +87,10 @@ def _try(sight: Sight) -> None:
     what no encoder reads, and whatever is raised."""
     picture = sight.prepare(np.zeros((*_TRIED, 3), np.uint8))
     places, most = sum(token == sight.vector for token in sight.tokens(picture)), sight.sizes[-1]
-    if places != picture.vectors or not 0 < picture.patches <= most or picture.patches % sight.merged:
+    if places != picture.vectors or not 0 < picture.patches <= most:
         raise ValueError(
             f"an image of {_TRIED[1]} x {_TRIED[0]} has {places} tokens for {picture.vectors} vectors, and "
-            f"{picture.patches} patches of at most {most}, {sight.merged} of which make one"
+            f"{picture.patches} patches of at most {most}"
         )
     if not all(np.isfinite(a).all() for a in picture.inputs.values()):
         raise ValueError("numbers that are not finite")
