@@ -7,14 +7,17 @@ import jax
 import numpy as np
 import pytest
 import references
+from seen_chats import png, said, shards_of, sight, tokenizer
 from test_trained_images import LENGTH, ROWS, program_of
 from trained import packed
 
 from shardlm.data.config import DataConfig
+from shardlm.data.prepare import Prepared
 from shardlm.errors import ShardlmError
 from shardlm.models.pretrained import Pretrained
 from shardlm.train.config import RunConfig
 from shardlm.train.seeing import sight_of_run
+from shardlm.train.task import Texts
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,20 @@ def test_images_of_more_patches_than_are_read(program):
     with pytest.raises(ShardlmError, match=f"has {patches} patches, and at most 1 are read.* restore data.max_pixels"):
         dataclasses.replace(small, here=frozenset())([image])
     assert patches <= most
+
+
+def test_images_to_validate_by_that_no_row_holds_are_refused_first(program, tmp_path):
+    """And not when a run comes to its first validation."""
+    (tmp_path / "a.png").write_bytes(png(32, 48))
+    ask = said("user", {"type": "image", "path": "a.png"}, "fox")
+    shards = shards_of([{"messages": [ask, said("assistant", "dog")]}], tmp_path, sight())
+    text = dataclasses.replace(program.config.data, packing="cut")
+    cut = dataclasses.replace(program, config=dataclasses.replace(program.config, data=text))
+    short = dataclasses.replace(program.config.train, seq_len=16)
+    short = dataclasses.replace(program, config=dataclasses.replace(program.config, train=short))
+    for one, message in ((cut, "packing=cut would cut images in two"), (short, "longer than a row of 16 tokens")):
+        with pytest.raises(ShardlmError, match=message):
+            Texts(one, Prepared(tokenizer(), tmp_path, None, shards)).evaluator({})
 
 
 def run_of(name, folder, **data):
