@@ -28,6 +28,7 @@ from shardlm.vision.registry import TEXT_ALONE, sees, sight_of, takes
 from shardlm.vision.sight import Sight
 
 log = logging.getLogger(__name__)
+_UNREAD = "images are not read, and conversations with some are refused: %s"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
@@ -185,6 +186,8 @@ def sight_of_run(config: RunConfig) -> Sight | None:
         return None
     folder, most, options = pathlib.Path(config.model.folder), config.data.max_pixels, config.model.options
     if not holds_weights(folder):
+        if sees(options):
+            log.warning(_UNREAD, f"{folder} has no weights now")
         return None
     if most and sees(options) and "max_pixels" not in takes(options):
         raise ShardlmError(
@@ -197,7 +200,7 @@ def sight_of_run(config: RunConfig) -> Sight | None:
         why = str(error).removesuffix(f". {TEXT_ALONE}")
         if most:
             raise ShardlmError(f"data.max_pixels={most}: {why}") from error
-        log.warning("images are not read, and conversations with some are refused: %s", why)
+        log.warning(_UNREAD, why)
         return None
 
 

@@ -90,3 +90,5 @@ def test_text_is_trained_where_images_cannot_be_read(tmp_path, caplog):
     config = RunConfig(Pretrained(str(home)), data=DataConfig(chat_template=str(home), packing="whole"))
     assert sight_of_run(config) is None
     assert "images are not read" in caplog.text and "spin=2" in caplog.text and "limit_mm" not in caplog.text
+    (home / "model.safetensors").unlink()
+    assert sight_of_run(config) is None and f"{home} has no weights now" in caplog.text
