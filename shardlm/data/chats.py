@@ -87,11 +87,22 @@ def _lines(sources: Sequence[Source], chats: Chats) -> Iterator[_Line]:
 
 def _documents(line: _Line, of_line: OfLine) -> Sequence[Document]:
     text, where, chats, _ = line
+    return of_line(parsed(text, where), where, chats)
+
+
+def parsed(text: bytes, where: str) -> Any:
+    """What a line of JSON holds. Raises ShardlmError for what is none, and for halves of characters, which JSON can say
+    and no tokenizer reads."""
     try:
         found = json.loads(text)
+        if b"\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ShardlmError(f"{where} has half a character, {half!a}; write both halves, or leave it out") from None
     except ValueError as error:
         raise ShardlmError(f"{where} is not JSON: {error}") from None
-    return of_line(found, where, chats)
+    return found
 
 
 def _in_order(lines: Iterator[_Line], of_line: OfLine, threads: int) -> Iterator[tuple[Sequence[Document], int]]:

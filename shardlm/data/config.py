@@ -22,7 +22,7 @@ class DataConfig:
     tokenizer: str = "bpe:4096"  # a file or a folder with one, or bpe:N to train one of N entries on `train`
     chat_template: str = ""  # chats.py: conversations in JSONL, by a template in this folder or file; "": text
     text_key: str = "text"  # the JSONL key or Parquet column that holds the text
-    max_pixels: int = 0  # of an image, of models that read them in any size; 0: as the model's folder says
+    max_pixels: int = 0  # of an image, of models whose folder may say it (Qwen's); 0: as that says
     packing: Packing = "cut"  # cut: documents may be cut; whole: only what exceeds a row; pairs: of answers, none
     on_bad_utf8: OnBadUtf8 = "fail"
     cache_dir: str = "data"

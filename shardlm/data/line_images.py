@@ -102,6 +102,8 @@ def _before_words(messages: list[Message], count: int, where: str) -> list[Messa
     if first is None:
         raise ShardlmError(f"{where} has {count} images, no place for them and no message of role user to begin with")
     content = messages[first].get("content")
+    if not isinstance(content, str | list | None):
+        raise ShardlmError(f"{where}: the content of message {first} is {content!r:.{SHOWN}}; it is a text or parts")
     words = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
     changed = {**messages[first], "content": [*(dict(IMAGE) for _ in range(count)), *words]}
     return [*messages[:first], changed, *messages[first + 1 :]]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardlm.chat import ChatTemplate
-from shardlm.data.chats import THREADS, checked
+from shardlm.data.chats import THREADS, checked, parsed
 from shardlm.data.corpus import find_sources, read_lines
 from shardlm.data.line_images import given as images_given
 from shardlm.data.line_images import with_places
@@ -103,10 +103,7 @@ def _lines(paths: Sequence[str], chats: Chats) -> Iterator[tuple[bytes, str, Cha
 
 
 def _prompt(text: bytes, where: str, chats: Chats) -> Prompt:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise ShardlmError(f"{where} is not JSON: {error}") from None
+    line = parsed(text, where)
     if not isinstance(line, dict) or not line.get("prompt"):
         raise ShardlmError(
             f'{where} has no prompt; a line is {{"prompt": ...}}, a text or messages, and what rewards ask'

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from shardlm.errors import ShardlmError
 from shardlm.vision.picture import Picture
 from shardlm.vision.sight import Sight
 
@@ -65,7 +66,8 @@ class Readers:
     here: frozenset[int]
 
     def __call__(self, images: Sequence[ImageAt]) -> tuple[Look, ...]:
-        """Reads the images of this process's devices, of all of the global batch."""
+        """Reads the images of this process's devices, of all of the global batch. Raises ShardlmError for one of more
+        patches than are read, and what `picture` raises."""
         slot = {row: place for place, row in enumerate(self.slots)}
         own: list[dict[Hashable, list[ImageAt]]] = [{} for _ in range(self.groups)]
         for number, image in enumerate(images):
@@ -90,6 +92,11 @@ class Readers:
         return Look(size, counts, inputs, tuple(taken))
 
     def _size(self, patches: int) -> int:
+        if patches > (most := self.sight.sizes[-1]):
+            raise ShardlmError(
+                f"an image of the data has {patches} patches, and at most {most} are read now: restore data.max_pixels "
+                "and the model's preprocessor_config.json, or prepare the conversations again"
+            )
         return next(size for size in self.sight.sizes if size >= patches)
 
 

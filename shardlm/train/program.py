@@ -99,8 +99,8 @@ class Program:
 
     def on_devices(self, batch: Mapping[str, Any], rows: tuple[int, ...], eyes: Any = None) -> dict[str, jax.Array]:
         """A batch of the loader's, of which this process has these rows, as arrays on the devices; its images are read
-        by the weights `eyes`. Called under the mesh."""
-        images = batch.get("images")
+        by the weights `eyes`. Data of text beside others with images have none. Called under the mesh."""
+        images = batch.get("images", ())
         arrays = {name: a for name, a in batch.items() if name != "images"}
         found = to_devices(arrays, rows, self.batch_sharding, self.slots)
         if not self.seeing:

@@ -3,6 +3,7 @@ each device at a time, whose vectors go to the tokens that stand for them. Who r
 
 import dataclasses
 import functools
+import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,8 +24,11 @@ from shardlm.progress_bar import bytes_bar
 from shardlm.train.config import RunConfig
 from shardlm.train.looks import Look, Readers
 from shardlm.vision.encoder import Encoder
-from shardlm.vision.registry import sight_of
+from shardlm.vision.registry import TEXT_ALONE, sees, sight_of, takes
 from shardlm.vision.sight import Sight
+
+log = logging.getLogger(__name__)
+_UNREAD = "images are not read, and conversations with some are refused: %s"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
@@ -175,14 +179,29 @@ def _read(seeing: Seeing, params, vectors: jax.Array, inputs: Mapping[str, jax.A
 
 
 def sight_of_run(config: RunConfig) -> Sight | None:
-    """How the checkpoint that a run begins with sees; None where it doesn't, or is not there any more. Raises as
-    sight_of."""
+    """How the checkpoint that a run begins with sees; None where it doesn't, or is not there any more. None too, which
+    is logged, where its encoder is not known here: the data may have no images. Raises ShardlmError for data.max_pixels
+    that it does not take."""
     if not isinstance(config.model, Pretrained):
         return None
-    folder = pathlib.Path(config.model.folder)
+    folder, most, options = pathlib.Path(config.model.folder), config.data.max_pixels, config.model.options
     if not holds_weights(folder):
+        if sees(options):
+            log.warning(_UNREAD, f"{folder} has no weights now")
         return None
-    return sight_of(folder, config.model.options, prepared_as(config))
+    if most and sees(options) and "max_pixels" not in takes(options):
+        raise ShardlmError(
+            f"data.max_pixels={most}: images of a {options['model_type']} are prepared as {folder}'s "
+            "preprocessor_config.json says; set data.max_pixels to 0"
+        )
+    try:
+        return sight_of(folder, options, prepared_as(config))
+    except ShardlmError as error:
+        why = str(error).removesuffix(f". {TEXT_ALONE}")
+        if most:
+            raise ShardlmError(f"data.max_pixels={most}: {why}") from error
+        log.warning(_UNREAD, why)
+        return None
 
 
 def sight_of_chats(config: RunConfig) -> Sight | None:

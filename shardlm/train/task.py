@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from shardlm.data.loader import Loader
+from shardlm.data.packing import make_rows
 from shardlm.data.prepare import Prepared, prepare
 from shardlm.errors import ShardlmError
 from shardlm.state import TrainState
@@ -93,6 +94,10 @@ class Texts:
         return Rows.make(self.program, self.data, self.eyes)
 
     def evaluator(self, options: dict[str, Any]) -> Evaluator:
+        """Raises ShardlmError for images to validate by that no row holds, before there is a step."""
+        if self.data.validation.image_token is not None:
+            train = self.program.config.train
+            make_rows(self.data.validation, train.seq_len, self.program.config.data.packing)
         return Evaluator(self.program, self.data, self.program.lower_eval().compile(options), self.eyes)
 
     def described(self, source: "Rows") -> list[str]:

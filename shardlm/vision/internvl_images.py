@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from shardlm.errors import ShardlmError
 from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels, edges, known_by
 from shardlm.vision.picture import Picture
+from shardlm.vision.read import MAX_PIXELS
 from shardlm.vision.tiles import TiledPicture, cut, tile_inputs
 
 
@@ -26,10 +28,20 @@ class InternvlImages:
 
     @classmethod
     def told(cls, told: Mapping[str, Any], side: int, patch: int, merge: int) -> "InternvlImages":
-        """By what a folder says of it."""
-        own = edges(told, {"height": side, "width": side})
-        pixels = Pixels.told(told, mean=CLIP_MEAN, std=CLIP_STD)
-        return cls(own["height"], told.get("min_patches") or 1, told.get("max_patches") or 12, patch, merge, pixels)
+        """By what a folder says of it, for an encoder that reads tiles of `side`. Raises ShardlmError where that is
+        not what it says, and for more tiles than are prepared."""
+        own, least, most = edges(told, {}), told.get("min_patches") or 1, told.get("max_patches") or 12
+        if own and own != {"height": side, "width": side}:
+            raise ShardlmError(
+                f"the folder cuts images into tiles of size={own}, and its encoder reads {side} x {side} pixels; "
+                "correct size in its preprocessor_config.json"
+            )
+        if not 1 <= least <= most or most * side**2 > MAX_PIXELS:
+            raise ShardlmError(
+                f"the folder cuts images into min_patches={least} to max_patches={most} tiles of {side} pixels; the "
+                f"second needs to be the larger, and all at most {MAX_PIXELS} pixels"
+            )
+        return cls(side, least, most, patch, merge, Pixels.told(told, mean=CLIP_MEAN, std=CLIP_STD))
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: those of the ratio that is nearest, and of as near ones the most that the image

@@ -12,6 +12,7 @@ import numpy as np
 from shardlm.hf_files import Folder, Planned, holds_weights
 from shardlm.hf_quantised import OPTIONS, dequantised
 from shardlm.models.expert_tensors import together
+from shardlm.stored import Stored
 from shardlm.text_names import text_name
 from shardlm.vision.registry import sees
 
@@ -36,11 +37,14 @@ class Whole:
     shapes: Mapping[str, tuple[int, ...]]
 
     def planned(self, text: Iterable[Planned], dtype: np.dtype) -> Iterator[Planned]:
-        """The checkpoint with these tensors of its language model written alone, and what sees, in `dtype`."""
+        """The checkpoint with these tensors of its language model written alone, and what sees, in `dtype` but for
+        whole numbers."""
         for one in together(text, self.shapes):
             yield dataclasses.replace(one, name=self.named(one.name))
         for name, stored in self.eyes.items():
-            yield Planned(name, np.dtype(dtype), tuple(stored.shape), functools.partial(_read, stored, dtype))
+            counts = isinstance(stored, Stored) and np.issubdtype(stored.dtype, np.integer)
+            own = stored.dtype if counts else np.dtype(dtype)
+            yield Planned(name, own, tuple(stored.shape), functools.partial(_read, stored, own))
 
     def named(self, alone: str) -> str:
         """A tensor of the language model written alone, as the whole checkpoint calls it."""

@@ -7,6 +7,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES
 from shardlm.vision.sight import Sight
@@ -37,11 +39,17 @@ FAMILIES = {
 # How large images become, of families that read them in any size.
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
 SIZES |= {"minimax": SIZES["qwen"], "paddle": SIZES["qwen"]}
+_TRIED = (48, 64)  # pixels of an image
 
 
 def sees(options: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a checkpoint that sees, by an encoder of a family here."""
     return options.get("model_type") in FAMILIES and isinstance(options.get("vision_config"), Mapping)
+
+
+def takes(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names by which images of a checkpoint that sees may be prepared otherwise."""
+    return SIZES.get(FAMILIES[options["model_type"]], ())
 
 
 def sight_of(
@@ -55,14 +63,16 @@ def sight_of(
     """
     if not sees(options):
         return None
-    family = FAMILIES[options["model_type"]]
-    known = SIZES.get(family, ())
+    family, known = FAMILIES[options["model_type"]], takes(options)
     if unknown := [name for name in asked if name not in known]:
-        takes = f"takes {', '.join(known)}" if known else "has images of one size"
-        raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {takes}; leave it out")
+        said = f"takes {', '.join(known)}" if known else "has images of one size"
+        raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {said}; leave it out")
     try:
         found = importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
-        return found and dataclasses.replace(found, asks=known)
+        if found is None:
+            return None
+        _try(found)
+        return dataclasses.replace(found, asks=known)
     except ShardlmError as error:
         raise ShardlmError(f"{error}. {TEXT_ALONE}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -70,3 +80,17 @@ def sight_of(
             f"{folder}: the vision_config of config.json, {' or '.join(OF_IMAGES)} has a value that nothing can be "
             f"made of ({type(error).__name__}: {error}); download them again. {TEXT_ALONE}"
         ) from error
+
+
+def _try(sight: Sight) -> None:
+    """Prepares an image, so that values that nothing can be made of show before there is any. Raises ValueError for
+    what no encoder reads, and whatever is raised."""
+    picture = sight.prepare(np.zeros((*_TRIED, 3), np.uint8))
+    places, most = sum(token == sight.vector for token in sight.tokens(picture)), sight.sizes[-1]
+    if places != picture.vectors or not 0 < picture.patches <= most:
+        raise ValueError(
+            f"an image of {_TRIED[1]} x {_TRIED[0]} has {places} tokens for {picture.vectors} vectors, and "
+            f"{picture.patches} patches of at most {most}"
+        )
+    if not all(np.isfinite(a).all() for a in picture.inputs.values()):
+        raise ValueError("numbers that are not finite")

@@ -83,6 +83,7 @@ def test_text_is_learned_whole(tmp_path):
     "line,message",
     [
         ("{", r"chats\.jsonl:2 is not JSON"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', r"2 has half a character, '.ud83d'; write both"),
         ("[]", r'chats\.jsonl:2 is not an object; a line is \{"messages"'),
         ('{"text": "a"}', r"chats\.jsonl:2 has the keys text; a line is"),
         ('{"messages": [{"content": "a"}]}', r"chats\.jsonl:2: message 0 is .* needs a role and content"),

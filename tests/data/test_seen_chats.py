@@ -227,6 +227,7 @@ def test_marks_follow_their_tokens(words, joined, data):
         (of(said("user", PLACE), answer()), "has 0 images and 1 places"),
         (of(said("user", "<image>fox<image>"), answer(), images=["images/a.png"]), "has 1 images and 2 places"),
         (of(answer(), images=["images/a.png"]), "has 1 images, no place for them and no message of role user"),
+        (of({"role": "user", "content": 3}, answer(), images=["images/a.png"]), "of message 0 is 3; it is a text"),
         (of(said("user", PLACE), answer(), images=[3]), r"images\[0\] is 3; an image is a file's path"),
         (of(said("user", PLACE), answer(), images=[{"bytes": "a"}]), r"images\[0\] is \{.*; an image is a file's path"),
         (of(said("user", PLACE), answer(), images=["a"], image="b"), "has both image and images"),

@@ -45,6 +45,7 @@ def test_a_reply_that_the_assistant_has_begun_goes_on(tmp_path):
     ("line", "message"),
     [
         ("{", r"p.jsonl:1 is not JSON"),
+        ('{"prompt": "fox \\ude42"}', r"p.jsonl:1 has half a character, '.ude42'"),
         ({"text": "a"}, r'p.jsonl:1 has no prompt; a line is {"prompt": ...}'),
         ({"prompt": [{"content": "a"}]}, r"p.jsonl:1 \(prompt\)"),
         ({"prompt": [{"role": "nobody", "content": "a"}]}, r"p.jsonl:1 \(prompt\): .*no role nobody"),

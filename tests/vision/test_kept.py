@@ -86,6 +86,16 @@ def test_modules_that_predict_further_tokens_are_written_beside_the_language_mod
     assert Folder.open(tmp_path / "written").config["text_config"]["mtp_num_hidden_layers"] == 1
 
 
+def test_whole_numbers_stay_what_they_are(tmp_path):
+    """Places of patches, which older uploads have: 577 of them are others in bfloat16."""
+    folder = references.folder("llava-clip", tmp_path)
+    places = {"vision_tower.vision_model.embeddings.position_ids": np.arange(577)[None]}
+    to_hf(changed(folder, arrays(folder) | places), tmp_path / "written", "bfloat16")
+    [(name, expected)] = places.items()
+    found = np.asarray(Folder.open(tmp_path / "written").tensors[name].read(...))
+    assert found.dtype == expected.dtype and np.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("gone", ["the folder", "its weights"])
 def test_without_the_encoder_the_text_is_written_alone(gone, tmp_path, caplog):
     folder, run = references.folder("qwen2_5_vl", tmp_path), tmp_path / "run"
