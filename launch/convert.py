@@ -40,7 +40,7 @@ def main() -> int:
     from shardlm.hf_files import behind_it, read_config
     from shardlm.opened import find, is_hf
     from shardlm.peft_folder import CONFIG, base_of, is_peft
-    from shardlm.train.convert import to_hf, to_run
+    from shardlm.train.convert import opened_by, to_hf, to_run
     from shardlm.train.report import python
     from shardlm.vision.registry import sees
 
@@ -72,17 +72,6 @@ def main() -> int:
             print(f"that folder as base_model_name_or_path in {output / CONFIG}")
         print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r})")
     return 0
-
-
-def opened_by(folder: pathlib.Path) -> str:
-    """The class that opens what was written."""
-    from shardlm.hf_files import read_config
-    from shardlm.peft_folder import is_peft
-    from shardlm.vision.registry import sees
-
-    if is_peft(folder):
-        return "AutoPeftModelForCausalLM"
-    return "AutoModelForImageTextToText" if sees(read_config(folder)) else "AutoModelForCausalLM"
 
 
 if __name__ == "__main__":

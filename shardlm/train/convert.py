@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlm import chat, hf_files, peft, tokenizer_files, weights
+from shardlm import chat, hf_files, peft, peft_folder, tokenizer_files, weights
 from shardlm.checkpoint import Checkpoints, save_unread
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
@@ -112,6 +112,13 @@ def _adapters_to_hf(opened: Prepared, name: str, output: pathlib.Path) -> None:
     hf_files.copy_beside(hf_files.home(pathlib.Path(found.source.folder)), output)
     if (found.folder / chat.FILE).exists():
         chat.ChatTemplate.load(found.folder).save(output)
+
+
+def opened_by(folder: pathlib.Path) -> str:
+    """The class of transformers, or of PEFT, that opens what was written."""
+    if peft_folder.is_peft(folder):
+        return "AutoPeftModelForCausalLM"
+    return "AutoModelForImageTextToText" if sees(hf_files.read_config(folder)) else "AutoModelForCausalLM"
 
 
 def to_run(checkpoint: str | os.PathLike, output: str | os.PathLike) -> None:

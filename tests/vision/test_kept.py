@@ -9,10 +9,9 @@ import pytest
 import references
 from served import SIZES
 
-from launch.convert import opened_by
 from shardlm import LLM
 from shardlm.hf_files import Folder, Planned, write_folder
-from shardlm.train.convert import to_hf, to_run
+from shardlm.train.convert import opened_by, to_hf, to_run
 
 BESIDE = ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 

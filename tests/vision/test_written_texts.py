@@ -9,12 +9,19 @@ import references
 
 import shardlm
 from shardlm.train import convert
+from shardlm.vision import kept
 
 WIDE = pytest.mark.wide
 NAMES = ("glm4v", "lfm2_vl", *(pytest.param(name, marks=WIDE) for name in (
     "glm4v_moe", "glm46v", "glm_ocr", "llava_next-granite", "llava_onevision-onevision", "cohere2_vision",
     "paddleocr_vl", "lighton_ocr",
 )))  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_eyes(monkeypatch):
+    """As where the encoder is gone."""
+    monkeypatch.setattr(kept, "whole", lambda folder, options: None)
 
 
 @pytest.mark.parametrize("name", NAMES)
