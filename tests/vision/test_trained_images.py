@@ -46,7 +46,12 @@ def losses(program: Program, name: str, folder) -> tuple[dict[str, float], dict]
     return {n: float(v) for n, v in said.items()}, flatten_dict(jax.tree.map(np.asarray, state.params))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "llama4", "gemma3", "gemma4-inputs"])
+# Vectors for the first layers and turns on three axes; tokens of an image that see all of it. The others are wide.
+FIRST, OTHERS = ("qwen3_vl", "gemma3"), ("qwen2_5_vl", "qwen3_5", "mistral3", "llama4", "gemma4-inputs")
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize("name", [*FIRST, *(pytest.param(name, marks=WIDE) for name in OTHERS)])
 def test_rows_with_images_are_what_transformers_says(name, tmp_path):
     folder = references.folder(name, tmp_path)
     found, _ = losses(program_of(folder), name, folder)
@@ -60,9 +65,9 @@ def test_rows_with_images_are_what_transformers_says(name, tmp_path):
 @pytest.mark.parametrize(
     "mesh, pipeline",
     [
-        (MeshSpec(data=2, tensor=2), PipelineConfig()),
+        pytest.param(MeshSpec(data=2, tensor=2), PipelineConfig(), marks=WIDE),
         (MeshSpec(fsdp=2, context=2), PipelineConfig()),
-        (MeshSpec(pipeline=2, fsdp=2), PipelineConfig(schedule="gpipe", rounds=1)),
+        pytest.param(MeshSpec(pipeline=2, fsdp=2), PipelineConfig(schedule="gpipe", rounds=1), marks=WIDE),
         (MeshSpec(pipeline=2, tensor=2), PipelineConfig(schedule="1f1b")),
     ],
     ids=str,
