@@ -21,7 +21,7 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer, file_of
 from shardlm.train import report
 from shardlm.train.program import Program
-from shardlm.train.seeing import sight_of_run
+from shardlm.train.seeing import sight_of_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rewards:
         tokenizer, file = tokenizer_of(config.data.tokenizer, config.model.folder)
         template = template_of(config.data.chat_template) if config.data.chat_template else None
         longest = config.train.seq_len - config.grpo.max_tokens
-        sight = sight_of_run(config)
+        sight = sight_of_checkpoint(config)
         with waiting("reading prompts", jax.process_index() == 0):
             train, validation = (
                 read(getattr(config.data, name), tokenizer, template, longest, f"data.{name}", sight)

@@ -28,7 +28,7 @@ from shardlm.vision.registry import TEXT_ALONE, sees, sight_of, takes
 from shardlm.vision.sight import Sight
 
 log = logging.getLogger(__name__)
-_UNREAD = "images are not read, and conversations with some are refused: %s"
+_UNREAD = "images are not read, and data with some are refused: %s"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
@@ -179,10 +179,16 @@ def _read(seeing: Seeing, params, vectors: jax.Array, inputs: Mapping[str, jax.A
 
 
 def sight_of_run(config: RunConfig) -> Sight | None:
-    """How the checkpoint that a run begins with sees; None where it doesn't, or is not there any more, and where the
-    data are no conversations, which alone have images. None too, which is logged, where its encoder is not known here:
-    conversations may have none. Raises ShardlmError for data.max_pixels that it does not take."""
-    if not isinstance(config.model, Pretrained) or not config.data.chat_template:
+    """How the checkpoint that a run begins with sees; None where the data are no conversations, which alone have images
+    beside prompts. Else as sight_of_checkpoint."""
+    return sight_of_checkpoint(config) if config.data.chat_template else None
+
+
+def sight_of_checkpoint(config: RunConfig) -> Sight | None:
+    """How the checkpoint that a run begins with sees; None where it doesn't, or is not there any more. None too, which
+    is logged, where its encoder is not known here: the data may have no images. Raises ShardlmError for data.max_pixels
+    that it does not take."""
+    if not isinstance(config.model, Pretrained):
         return None
     folder, most, options = pathlib.Path(config.model.folder), config.data.max_pixels, config.model.options
     if not holds_weights(folder):
