@@ -63,10 +63,11 @@ def prepare(
         validation = _shards_or_sources(config.validation, cache)
         home = cache / _key(config, sight, train, validation)
         tokenizer, path = _tokenizer(config, train, home, progress)
-        opened = [
-            _open_or_write(what, config, sight, tokenizer, home / name, progress)
-            for name, what in (("train", train), ("validation", validation))
-        ]
+        opened = [_open_or_write(train, config, sight, tokenizer, home / "train", progress)]
+        if config.validation == config.train:  # as where a checkpoint is scored
+            opened *= 2
+        else:
+            opened.append(_open_or_write(validation, config, sight, tokenizer, home / "validation", progress))
     for name, shards in zip(("train", "validation"), opened, strict=True):
         if shards.tokenizer != tokenizer.fingerprint:
             raise ShardlmError(

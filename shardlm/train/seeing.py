@@ -28,7 +28,7 @@ from shardlm.vision.registry import TEXT_ALONE, sees, sight_of, takes
 from shardlm.vision.sight import Sight
 
 log = logging.getLogger(__name__)
-_UNREAD = "images are not read, and conversations with some are refused: %s"
+_UNREAD = "images are not read, and data with some are refused: %s"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static

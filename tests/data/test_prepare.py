@@ -45,6 +45,12 @@ def test_text_becomes_shards_once(config):
     assert not stages and again.train.fingerprint == first.train.fingerprint
 
 
+def test_what_is_to_be_both_is_made_once(config):
+    stages = []
+    made = prepare(replace(config, validation=config.train), lambda stage, done, total: stages.append(stage))
+    assert made.validation.directories == made.train.directories and "tokenising validation" not in stages
+
+
 def test_what_changes_the_tokens_makes_new_ones(config, tmp_path):
     first = prepare(config)
     assert prepare(replace(config, tokenizer="bpe:280")).tokenizer.vocab_size == 280

@@ -10,7 +10,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 from small import relative_error
 
-from shardlm.ops.attention import choose, reference
+from shardlm.ops.attention import attend, choose, reference
 from shardlm.ops.blocked_attention import blocked_attention
 from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.rope import Rope, rope
@@ -140,3 +140,26 @@ def test_a_window_hides_what_is_further_back(window):
     # float32, sums in another order (measured: 1e-6)
     assert relative_error(outcome(blocked_attention), outcome(reference)) < 1e-5
     np.testing.assert_allclose(reference(q, k, v, segments, 0.3, window=1), jnp.repeat(v, 2, axis=2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 2.0)])
+def test_tokens_of_an_image_see_those_after_them(window, softcap):
+    """Of an image over the end of a block of queries, one that is longer than the window, and one in another row."""
+    q, k, v, d_out = (jax.random.normal(jax.random.key(i), (2, 256, n, 8)) for i, n in enumerate((4, 2, 2, 4)))
+    segments = jnp.repeat(jnp.array([[1, 2]] * 2), jnp.array([100, 156]), axis=1, total_repeat_length=256)
+    until = np.tile(np.arange(256), (2, 1))
+    for row, first, end in (0, 40, 99), (0, 110, 200), (1, 3, 9):
+        until[row, first:end] = end - 1
+    places, index = np.arange(256)[:, None], np.arange(256)[None]
+    seen = (index <= until[:, :, None]) & (places - index < (window or 256))
+    seen = jnp.asarray(seen) & (segments[:, :, None] == segments[:, None])
+
+    def expected(q, k, v, segments):
+        return attend(q, k, v, seen, 0.3, softcap)
+
+    def found(q, k, v, segments):
+        how = {"scale": 0.3, "window": window, "softcap": softcap}
+        return blocked_attention(q, k, v, segments, until=jnp.asarray(until, jnp.int32), **how)
+
+    both = (compiled_with_gradients(run, lambda _: d_out, q, k, v, segments) for run in (found, expected))
+    assert relative_error(*both) < 1e-5  # float32, sums in another order

@@ -201,6 +201,7 @@ def test_what_is_said(qwen):
         ({"images": 3, "limit_mm_per_prompt": {"image": 2}}, "more than the 2 of limit_mm_per_prompt"),
         ({"images": 1, "size": (3584, 3584), "max_model_len": 4096}, "an image of 3584 x 3584 pixels makes"),
         ({"images": 12, "size": (1120, 1120)}, "prompt_len=1000, 19200 tokens of images and output_len=100 are 20300"),
+        ({"images": 1, "size": (10**6, 10**6)}, "1000000 x 1000000 pixels; at most 67108864 are read"),
     ],
 )
 def test_images_that_cannot_be_are_refused(qwen, asked, error):

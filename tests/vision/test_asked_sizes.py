@@ -18,6 +18,7 @@ from shardlm.serve.api.app import make_app
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.vision.pixtral_images import PixtralImages
 from shardlm.vision.qwen_images import QwenImages
+from shardlm.vision.registry import sight_of
 
 LARGE, SMALL = noise(80, 90), noise(24, 24, 1)
 ASKED = {"size": {"longest_edge": 48}}  # of 96
@@ -167,3 +168,22 @@ def test_sizes_of_pixtrals_images():
     for size in ({"longest_edge": 40}, {"height": 40, "width": 64}):
         assert usual.asked({"size": size}) == PixtralImages.told({"size": size}, 4, 2, 96)
     assert usual.asked({"size": {"longest_edge": 40}})(LARGE).digest != usual(LARGE).digest
+
+
+@pytest.mark.parametrize("name", ["glm4v", "glm5_next", "minimax_m3_vl", "paddleocr_vl"])
+def test_size_of_a_request_is_that_of_a_folder(name):
+    """GLM's counts every frame."""
+    folder = references.HOME / name
+    options, own = (json.loads((folder / file).read_text()) for file in ("config.json", "preprocessor_config.json"))
+    usual = own.get("size") or {"shortest_edge": own["min_pixels"], "longest_edge": own["max_pixels"]}
+    sight = sight_of(folder, options)
+    assert sight.asked({"size": usual}).prepare == sight.asked({"size": {}}).prepare == sight.prepare
+    less = usual | {"longest_edge": usual["longest_edge"] // 2}
+    asked = sight.asked({"size": {"longest_edge": less["longest_edge"]}}).prepare
+    assert 0 < asked(LARGE).patches < 0.6 * sight.prepare(LARGE).patches
+    if "size" in own:
+        assert asked == sight_of(folder, options, {"size": less}).prepare
+    with pytest.raises(ShardlmError, match=f"longest_edge.*={usual['longest_edge'] + 1}, and the programs|max_pixels="):
+        sight.asked({"size": {"longest_edge": usual["longest_edge"] + 1}})
+    with pytest.raises(ShardlmError, match="the second must be"):
+        sight.asked({"size": {"longest_edge": 3}})

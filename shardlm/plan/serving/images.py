@@ -15,6 +15,7 @@ from shardlm.plan.serving.encoder import Image
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.image_encoder import places_of
 from shardlm.vision.encoder import parameters_of
+from shardlm.vision.read import check_size
 from shardlm.vision.registry import sight_of
 from shardlm.vision.sight import Sight
 
@@ -86,6 +87,7 @@ def images_of(
             f"images_per_prompt={count} is more than the {engine.max_images} of limit_mm_per_prompt; ask for fewer, or "
             "raise that"
         )
+    check_size(size[1], size[0])
     sight = seen.sight.up_to(length)
     picture = sight.prepare(np.zeros((*size, 3), np.uint8))
     if picture.patches > sight.sizes[-1]:
