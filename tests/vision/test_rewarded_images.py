@@ -62,8 +62,7 @@ def test_vectors_turns_and_layers_of_their_own_on_a_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("gemma3", MeshSpec()),
-        *(pytest.param(name, MeshSpec(), marks=pytest.mark.wide) for name in ("qwen2_5_vl", "qwen3_vl")),
+        *(pytest.param(name, MeshSpec(), marks=pytest.mark.wide) for name in ("gemma3", "qwen2_5_vl", "qwen3_vl")),
         *(pytest.param(name, MESH, marks=pytest.mark.wide) for name in ("qwen2_5_vl", "gemma3")),
     ],
     ids=str,

@@ -55,10 +55,8 @@ def test_a_run_is_scored_and_served_as_it_was_trained(home, asked, tmp_path):
     assert abs(learned_loss(LLM(tmp_path / "run", **SIZES), asked) - loss) < CLOSE
 
 
-@pytest.mark.parametrize(
-    "base",
-    ["dtype", pytest.param("int8", marks=pytest.mark.wide), pytest.param("int4", marks=pytest.mark.wide)],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("base", ["dtype", "int8", "int4"])
 def test_adapters_are_served_with_their_base_as_they_were_trained(base, home, asked, tmp_path):
     loss = validation_loss(trained(config_of(home, tmp_path / "run", lora=LoraConfig(4, base=base))))
     assert abs(learned_loss(LLM(tmp_path / "run", **SIZES), asked) - loss) < CLOSE

@@ -40,13 +40,14 @@ def folders(tmp_path_factory):
     "name, mesh, options",
     [
         ("qwen2_5_vl", TWO, {}),
-        ("qwen3_vl", TWO, {}),  # of two layers, both of which add vectors of their own
-        ("gemma3", TWO, {}),
+        # Of two layers, both of which add vectors of their own.
+        pytest.param("qwen3_vl", TWO, {}, marks=pytest.mark.wide),
+        pytest.param("gemma3", TWO, {}, marks=pytest.mark.wide),
         ("gemma3", MeshSpec(pipeline=3), {"max_num_batched_tokens": 17, "max_num_seqs": 1}),
         ("qwen3_vl", TWO, {"speculative_config": DRAFTS}),
         pytest.param("gemma3", TWO, {"speculative_config": DRAFTS}, marks=pytest.mark.wide),
         pytest.param("qwen2_5_vl", TWO, {"deterministic": True}, marks=pytest.mark.wide),
-        ("qwen3_vl", TWO, {"deterministic": True}),
+        pytest.param("qwen3_vl", TWO, {"deterministic": True}, marks=pytest.mark.wide),
         pytest.param("mistral3", MeshSpec(pipeline=2, tensor=2), {}, marks=pytest.mark.wide),
         pytest.param("qwen3_vl", MeshSpec(pipeline=2, data=2), {}, marks=pytest.mark.wide),
         pytest.param("qwen3_vl", MeshSpec(pipeline=2, tensor=2), {}, marks=pytest.mark.wide),
@@ -65,6 +66,7 @@ def test_replies_are_those_of_one_device(folders, name, mesh, options):
     assert name == MEMORY or again[1].num_cached_tokens > 8
 
 
+@pytest.mark.wide
 def test_who_is_preempted_reads_its_images_again(folders):
     asks = references.asks("qwen3_vl")
     own = SIZES | {"enable_prefix_caching": False}
