@@ -19,10 +19,10 @@ from shardlm.vision.cohere2_images import Cohere2Images
 from shardlm.vision.images import named, processing, token_ids
 from shardlm.vision.options import vision_options
 from shardlm.vision.sight import Sight
+from shardlm.vision.siglip import WITH_PROJECTOR
 from shardlm.vision.siglip_tiles import SiglipTilesConfig
 from shardlm.vision.tiles import tile_sizes
 from shardlm.vision.tower import Linear, TowerConfig, linear_names
-from shardlm.vision.tower_weights import Tensors
 
 USUAL = {"hidden_size": 1152, "intermediate_size": 3072, "image_size": 512, "num_hidden_layers": 27}
 TOKENS = {
@@ -40,11 +40,7 @@ class Cohere2Config:
     inner: int
     width: int
 
-    tensors = Tensors(
-        ("vision_tower.", "multi_modal_projector."),
-        r"^vision_tower\.head\.",
-        ((r"^model\.", ""), (r"^vision_tower\.vision_model\.", "vision_tower.")),
-    )
+    tensors = WITH_PROJECTOR
 
     @property
     def tower(self) -> TowerConfig:

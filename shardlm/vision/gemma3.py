@@ -19,10 +19,9 @@ from shardlm.models.text_parts import text_config
 from shardlm.vision.images import BILINEAR, newlines, processing
 from shardlm.vision.options import vision_options
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import Siglip, SiglipConfig
+from shardlm.vision.siglip import WITH_PROJECTOR, Siglip, SiglipConfig
 from shardlm.vision.square_images import SquareImages
 from shardlm.vision.tower import TowerConfig, norm_names
-from shardlm.vision.tower_weights import Tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +32,7 @@ class Gemma3Config:
     pooled: int
     width: int
 
-    tensors = Tensors(
-        ("vision_tower.", "multi_modal_projector."),
-        r"^vision_tower\.head\.",
-        ((r"^model\.", ""), (r"^vision_tower\.vision_model\.", "vision_tower.")),
-    )
+    tensors = WITH_PROJECTOR
 
     @property
     def tower(self) -> TowerConfig:

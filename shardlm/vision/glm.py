@@ -20,7 +20,7 @@ from shardlm.ops.swiglu import Activation, activate, gated
 from shardlm.vision.glm_images import GlmImages
 from shardlm.vision.images import Pixels, processing, program_sizes
 from shardlm.vision.options import activation_of, vision_options
-from shardlm.vision.qwen_tower import half_by_half, of_bytes
+from shardlm.vision.qwen_tower import frequencies_of, half_by_half, of_bytes
 from shardlm.vision.sight import Sight
 from shardlm.vision.tower import (
     Linear,
@@ -67,9 +67,8 @@ class GlmConfig:
 
     @property
     def frequencies(self) -> np.ndarray:
-        """Radians a row, and a column, of each rotated pair of its: float32 [H / 4]."""
-        dim = self.tower.each // 2
-        return (self.theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
+        """Of the rotation (frequencies_of)."""
+        return frequencies_of(self.theta, self.tower.each)
 
     def module(self, params: Params) -> nnx.Module:
         return GlmEncoder(self, params)

@@ -23,9 +23,8 @@ from shardlm.vision.images import processing, program_sizes, token_ids
 from shardlm.vision.lfm2_images import Lfm2Images
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import SiglipConfig
+from shardlm.vision.siglip import WITH_PROJECTOR, SiglipConfig
 from shardlm.vision.tower import Linear, Patches, Tower, TowerConfig, linear_names, norm_names
-from shardlm.vision.tower_weights import Tensors
 
 MERGER = NormConfig("layer", 1e-5)
 START, END, WHOLE = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
@@ -47,11 +46,7 @@ class Lfm2Config:
     normed: bool
     width: int
 
-    tensors = Tensors(
-        ("vision_tower.", "multi_modal_projector."),
-        r"^vision_tower\.head\.",
-        ((r"^model\.", ""), (r"^vision_tower\.vision_model\.", "vision_tower.")),
-    )
+    tensors = WITH_PROJECTOR
 
     @property
     def tower(self) -> TowerConfig:

@@ -20,7 +20,7 @@ from shardlm.vision.images import Pixels, processing, program_sizes
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.qwen_images import QwenImages
 from shardlm.vision.qwen_names import qwen_names
-from shardlm.vision.qwen_tower import QwenEncoder
+from shardlm.vision.qwen_tower import QwenEncoder, frequencies_of
 from shardlm.vision.sight import Sight
 from shardlm.vision.tower import TowerConfig
 from shardlm.vision.tower_weights import Tensors
@@ -63,9 +63,8 @@ class QwenConfig:
 
     @property
     def frequencies(self) -> np.ndarray:
-        """Radians a row, and a column, of each rotated pair of its: float32 [H / 4]."""
-        dim = self.tower.each // 2
-        return (self.theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
+        """Of the rotation (frequencies_of)."""
+        return frequencies_of(self.theta, self.tower.each)
 
     def module(self, params: Params) -> nnx.Module:
         return QwenEncoder(self, params)

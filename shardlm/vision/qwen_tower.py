@@ -69,6 +69,13 @@ def of_bytes(pixels: jax.Array, told: Pixels, kernel: jax.Array, execution: Exec
     return jnp.einsum("pk,kd->pd", frames, kernel.reshape(frames.shape[-1], -1))
 
 
+def frequencies_of(theta: float, each: int) -> np.ndarray:
+    """Radians a row, and a column, of each rotated pair of its, where heads have `each` dimensions: float32 [H / 4], as
+    `half_by_half` takes them."""
+    dim = each // 2
+    return (theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
+
+
 def half_by_half(rows: jax.Array, columns: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """(sines, cosines) float32 [P, 1, H / 2]: the first half of the pairs turns by row, the second by column;
     frequencies [H / 4], radians a row and a column."""

@@ -17,6 +17,14 @@ from shardlm.models.naming import Names, Tensor
 from shardlm.vision.attending import Tiles
 from shardlm.vision.options import activation_of
 from shardlm.vision.tower import Patches, Tower, TowerConfig, block_names, norm_names, patch_names
+from shardlm.vision.tower_weights import Tensors
+
+# Which tensors are of an encoder like this and of what projects its vectors, in old and new names of both.
+WITH_PROJECTOR = Tensors(
+    ("vision_tower.", "multi_modal_projector."),
+    r"^vision_tower\.head\.",
+    ((r"^model\.", ""), (r"^vision_tower\.vision_model\.", "vision_tower.")),
+)
 
 
 @dataclasses.dataclass(frozen=True)
