@@ -37,6 +37,7 @@ def half(replica: int):
     return lambda rows, seed: jax.tree.map(lambda a: a[replica * rows : (replica + 1) * rows], full_batch(32, seed))
 
 
+@pytest.mark.wide
 def test_one_inner_step_and_plain_averaging_is_synchronous_sgd():
     averaging = LocalSgdConfig(1, outer_learning_rate=1.0, outer_momentum=0.0)
     apart, _ = train(make(changed(optim=SGD, local=averaging)), 5, batch=full_batch)
@@ -104,6 +105,7 @@ def test_fragments_in_turn_move_each_weight_once_a_round():
     assert gate[:1].any() and not gate[1:].any()  # one of three layers in the first fragment, two in the second
 
 
+@pytest.mark.wide
 def test_a_fragment_that_arrives_late_is_mixed_in():
     config = LocalSgdConfig(2, overlap=2, mixing=0.25, outer_learning_rate=0.5, outer_momentum=0.0)
     program = make(changed(optim=SGD, local=config))

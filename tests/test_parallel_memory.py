@@ -30,7 +30,7 @@ def one_device():
         (MeshSpec(data=2, fsdp=2, tensor=2), "zero3"),
         pytest.param(MeshSpec(context=4, fsdp=2), "zero3", marks=pytest.mark.wide),
         pytest.param(MeshSpec(data=2, context=2, tensor=2), "hybrid", marks=pytest.mark.wide),
-        (MeshSpec(pipeline=2, context=2, tensor=2), "zero3"),
+        pytest.param(MeshSpec(pipeline=2, context=2, tensor=2), "zero3", marks=pytest.mark.wide),
     ],
     ids=str,
 )

@@ -70,9 +70,9 @@ def even(preset: str = "hybrid"):
     "spec,shares,preset",
     [
         (ALL, (1, 3), "hybrid"),
-        (ALL, (3, 1), "zero1"),
+        pytest.param(ALL, (3, 1), "zero1", marks=pytest.mark.wide),
         (MeshSpec(data=4, fsdp=2), (1, 2, 1, 4), "replicated"),
-        (MeshSpec(data=8), (1, 1, 1, 5, 2, 2, 1, 3), "hybrid"),
+        pytest.param(MeshSpec(data=8), (1, 1, 1, 5, 2, 2, 1, 3), "hybrid", marks=pytest.mark.wide),
         (MeshSpec(data=2, tensor=2), (2, 2), "hybrid"),
     ],
     ids=str,

@@ -116,7 +116,13 @@ def same(one, other) -> None:
 
 @pytest.mark.parametrize("name", ROTATED)
 @pytest.mark.parametrize(
-    "spec", [MeshSpec(), MeshSpec(tensor=2), pytest.param(MeshSpec(data=2, tensor=4), marks=pytest.mark.wide)], ids=str
+    "spec",
+    [
+        MeshSpec(),
+        pytest.param(MeshSpec(tensor=2), marks=pytest.mark.wide),
+        pytest.param(MeshSpec(data=2, tensor=4), marks=pytest.mark.wide),
+    ],
+    ids=str,
 )
 def test_a_block_says_the_same(interpreted, name, spec):
     """Of four devices each has both kv heads whole."""

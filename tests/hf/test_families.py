@@ -31,8 +31,18 @@ ALIKE += " hyperclovax jais2 cwm iquestcoder lfm3 mellum ministral sarvam_mla sa
 ALIKE += " opt galactica phi phimoe cohere stablelm stablelm_parallel falcon falcon_new gpt_bigcode minicpm3 dbrx gptj"
 ALIKE += " gpt_neo persimmon bloom mpt falcon_rw"
 ALIKE += " flint kolibri1 muse_glimmer"
+ALIKE += " gemma4_moe afmoe mistral4 olmo_hybrid mimo_v2_flash laguna cohere2_moe deepseek qwen3_5 step3p5 llama_biases"
 ALIKE = (ALIKE + " olmoe qwen2_moe seed_oss solar_open starcoder2 youtu").split()
-COSTLY = ["bailing_hybrid", "deepseek_v4", "gemma3n", "glm_moe_dsa", "hy_v4", "kimi_linear", "mistral_large4"]
+COSTLY = [
+    "bailing_hybrid",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gemma3n",
+    "glm_moe_dsa",
+    "hy_v4",
+    "kimi_linear",
+    "mistral_large4",
+]
 COSTLY += ["glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3"]
 COSTLY += ["qwen3_5_moe", "qwen4_exp"]
 COSTLY += ["bamba", "falcon_h1_norm", "lfm2_moe", "granitemoehybrid_moe", "nemotron_h_moe"]

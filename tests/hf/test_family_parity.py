@@ -67,13 +67,12 @@ EXPERTS = MeshSpec(fsdp=2, expert=2, tensor=2)
 WIDE = [(family, LONG) for family in [*sorted(COSTLY), "falcon_h1_norm", "granitemoehybrid"]]
 WIDE += [("nemotron_h", EXPERTS), ("lfm2_moe", EXPERTS), ("longcat_flash", EXPERTS), ("minimax_m3", EXPERTS)]
 WIDE += [("muse_glimmer", LONG), ("lara_mini", LONG), ("kolibri1", EXPERTS), ("flint", EXPERTS)]
-WIDE += [("longcat_flash", LONG)]
+WIDE += [("longcat_flash", LONG), ("gemma3", LONG)]
 WIDE += [("phimoe", EXPERTS)]
 # Linear biases in a ring; norms of heads that are split; a bias of the head, whose vocabulary is split.
 WIDE += [("mpt", LONG), ("stablelm_parallel", MeshSpec(tensor=2)), ("phi", MeshSpec(fsdp=2, tensor=2))]
 CASES = [
     ("qwen3_moe", EXPERTS),
-    ("gemma3", LONG),
     ("lfm2", LONG),  # short convolutions over rows that are split
     ("olmo2", MeshSpec(tensor=2)),  # a norm of all heads together, of which each device has a part
 ]

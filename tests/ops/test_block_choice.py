@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from shardlm.layers.context import INDEX
 from shardlm.ops import block_choice, paged_attention
@@ -54,6 +55,7 @@ def test_blocks_of_packed_rows():
     np.testing.assert_array_equal(found[real], expected[real])
 
 
+@pytest.mark.wide
 def test_blocks_over_pages():
     """Which go into pages without rest by twos alone. In two chunks: as a mask where pages are gathered, and as places
     that the kernel, interpreted, reads."""

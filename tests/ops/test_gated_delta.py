@@ -145,7 +145,11 @@ def test_a_convolution_sees_its_own_text():
         np.testing.assert_allclose(found[0, t], np.einsum("wnh,nhw->nh", window, taps), atol=1e-5)
 
 
-@pytest.mark.parametrize("cuts", [pytest.param((1, 1, 7), marks=pytest.mark.wide), (9,), (2, 6, 1)], ids=str)
+@pytest.mark.parametrize(
+    "cuts",
+    [pytest.param((1, 1, 7), marks=pytest.mark.wide), pytest.param((9,), marks=pytest.mark.wide), (2, 6, 1)],
+    ids=str,
+)
 def test_a_text_is_the_same_wherever_it_is_cut(cuts):
     """In pieces with padding behind them, of rows of which one begins new in a place where another text was."""
     rng, length = np.random.default_rng(0), 9

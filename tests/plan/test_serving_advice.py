@@ -136,6 +136,7 @@ def test_what_no_replica_does_says_why():
         advised(asked(5), names=["aws-p55"])
 
 
+@pytest.mark.wide
 def test_requests_of_a_file_are_advised_on_as_a_plan_has_them(tmp_path):
     path, rng = tmp_path / "f.jsonl", random.Random(0)
     entries = [

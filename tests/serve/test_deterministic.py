@@ -77,7 +77,7 @@ def bits(output) -> tuple:
 @pytest.mark.parametrize(
     ("config", "spec"),
     [
-        (WIDE, MeshSpec()),
+        pytest.param(WIDE, MeshSpec(), marks=pytest.mark.wide),
         (WIDE, MeshSpec(tensor=2)),
         pytest.param(MIXED, MeshSpec(expert=2), marks=pytest.mark.wide),
         pytest.param(RECALLING, MeshSpec(), marks=pytest.mark.wide),

@@ -139,7 +139,7 @@ def test_a_checkpoint_in_few_bits_that_is_served_in_more_says_so():
 @pytest.mark.parametrize(
     ("kind", "how", "mesh"),
     [
-        ("dense", "fp8_dynamic", MeshSpec(tensor=4)),
+        pytest.param("dense", "fp8_dynamic", MeshSpec(tensor=4), marks=pytest.mark.wide),
         ("dense", "int8_dynamic", MeshSpec(tensor=2, pipeline=2)),
         pytest.param("latent", "int8_dynamic", MeshSpec(expert=2, tensor=2), marks=pytest.mark.wide),
     ],

@@ -65,6 +65,7 @@ UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen
 UNSTAGED += ("glm5_next", "longcat_flash")
 REST = [case for case in REST if case not in SAMPLE and case not in [(name, PIPELINE) for name in UNSTAGED]]
 COSTLY = ("deepseek_v32", *UNSTAGED)  # 6 to 18 s of a core
+COSTLY += ("lfm2_moe", "falcon_h1", "gpt_oss")  # of a kind that others are
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
 CLOSE = 1e-4  # float32 sums in another order, as in test_families.py
 

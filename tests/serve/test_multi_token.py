@@ -193,6 +193,7 @@ def test_over_stages_drafts_are_the_same(weights):
     assert same == together and found.mean_length < 1.5
 
 
+@pytest.mark.wide
 def test_from_a_folder_with_all_that_is_quantised(weights, plain, tmp_path):
     folder = folder_of(tmp_path / "model", shape=dataclasses.replace(TWO, mtp=1), params=weights[1])
     options = {"max_model_len": 48, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 12, "decode_steps": 4}

@@ -58,6 +58,7 @@ def judged(home, monkeypatch) -> pathlib.Path:
     return path
 
 
+@pytest.mark.wide
 def test_two_processes_learn_what_one_learns(home, judged):
     done = tiny_run.train(home / "config.py", f"run_dir={home}/one", *SMALL)
     assert done.returncode == 0, done.stderr

@@ -50,7 +50,11 @@ def interpreted(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize(
     ("attention", "held"),
-    [("blocked", "auto"), ("pallas", "auto"), pytest.param("pallas", "int8", marks=pytest.mark.wide)],
+    [
+        pytest.param("blocked", "auto", marks=pytest.mark.wide),
+        ("pallas", "auto"),
+        pytest.param("pallas", "int8", marks=pytest.mark.wide),
+    ],
 )
 def test_replies_are_the_same(served, monkeypatch, attention, held):
     """With the GPUs' attention over pages, rotation and what is written into pages are one kernel too."""

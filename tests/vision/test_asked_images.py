@@ -222,6 +222,7 @@ def test_more_images_than_memory_has_room_for(llm, monkeypatch):
     assert not waiting
 
 
+@pytest.mark.wide
 def test_the_command_line(family, llm, tmp_path):
     """`python -m launch.generate --image`; what it says, without special tokens, is the engine's."""
     path = tmp_path / "a picture.png"

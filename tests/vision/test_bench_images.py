@@ -44,6 +44,7 @@ def test_a_checkpoint_that_sees_is_measured(family, tmp_path):
     assert found["workload"]["images_per_prompt"] == 2 and found["workload"]["image_size"] == list(SIZE)
 
 
+@pytest.mark.wide
 def test_texts_of_a_checkpoint_and_images_of_a_file(family, tmp_path):
     (family.folder / "chat_template.jinja").write_text(TEMPLATE)
     parts = [{"type": "image_url", "image_url": {"url": image_work.data_url(image_work.noise(SIZE, 1))}}]

@@ -99,7 +99,7 @@ def test_over_http(llm, folders, expected):
     llm.update_weights(folders["first"])
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec(tensor=2), MeshSpec(data=2)], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param(MeshSpec(tensor=2), marks=pytest.mark.wide), MeshSpec(data=2)], ids=str)
 def test_meshes(folders, expected, mesh):
     llm = LLM(folders["first"], mesh=mesh, **SIZES)
     llm.update_weights(folders["both"])

@@ -24,6 +24,7 @@ def mean(found, name):
     return np.mean([line[name] for line in found])
 
 
+@pytest.mark.wide
 def test_vectors_turns_and_layers_of_their_own_on_a_mesh(tmp_path):
     """Qwen3-VL: the reward rises; devices read an image once for all replies to it; the encoder is held once; and a run
     goes on between two updates with the same replies."""

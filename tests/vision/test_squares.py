@@ -47,6 +47,7 @@ def scored(home, checkpoint) -> float:
     return score(checkpoint, text, mesh=MESH, seq_len=128, global_batch=8, **own)["loss"]
 
 
+@pytest.mark.wide
 def test_a_run_is_scored_and_served_as_it_was_trained(home, asked, tmp_path):
     logged = trained(config_of(home, tmp_path / "run"))
     loss = validation_loss(logged)

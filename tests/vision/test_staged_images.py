@@ -39,11 +39,13 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     "name, mesh, options",
     [
-        ("qwen2_5_vl", TWO, {}),
+        pytest.param("qwen2_5_vl", TWO, {}, marks=pytest.mark.wide),
         # Of two layers, both of which add vectors of their own.
         pytest.param("qwen3_vl", TWO, {}, marks=pytest.mark.wide),
         pytest.param("gemma3", TWO, {}, marks=pytest.mark.wide),
-        ("gemma3", MeshSpec(pipeline=3), {"max_num_batched_tokens": 17, "max_num_seqs": 1}),
+        pytest.param(
+            "gemma3", MeshSpec(pipeline=3), {"max_num_batched_tokens": 17, "max_num_seqs": 1}, marks=pytest.mark.wide
+        ),
         ("qwen3_vl", TWO, {"speculative_config": DRAFTS}),
         pytest.param("gemma3", TWO, {"speculative_config": DRAFTS}, marks=pytest.mark.wide),
         pytest.param("qwen2_5_vl", TWO, {"deterministic": True}, marks=pytest.mark.wide),
