@@ -1,0 +1,119 @@
+"""Encoders of images that are trained: gradients are those of one plain function, on every mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import references
+from flax.traverse_util import flatten_dict, unflatten_dict
+from test_trained_images import LENGTH, ROWS
+from trained import packed
+
+from shardlm.data.config import DataConfig
+from shardlm.errors import ShardlmError
+from shardlm.layers.lora import LoraConfig
+from shardlm.layers.seen import VECTORS
+from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
+from shardlm.optim import ENCODER, OptimConfig
+from shardlm.state import joined
+from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+from shardlm.train.program import Program
+from shardlm.train.seeing import sight_of_run
+
+RATE = 0.5  # of plain gradient descent: what a step takes away is the gradient times it
+
+
+def program_of(folder, mesh=None, part="all", **changes) -> Program:
+    """Whose step takes RATE times the gradients away."""
+    own = {n: changes.pop(n) for n in ("accumulation",) if n in changes}
+    train = TrainConfig(global_batch=len(ROWS), seq_len=LENGTH, mtp_loss=0.0, encoder=part, **own)
+    optim = OptimConfig("sgd", RATE, "constant", warmup_steps=0, weight_decay=0.0, b1=0.0, clip_norm=0.0)
+    optim = dataclasses.replace(optim, **changes.pop("optim", {}))
+    config = RunConfig(Pretrained(str(folder), mtp=False), mesh=mesh or MeshSpec(), precision="fp32", optim=optim)
+    data = DataConfig(chat_template=str(folder), packing="whole")
+    config = dataclasses.replace(config, train=train, data=data, **changes)
+    program = Program.make(config, config.mesh.build(jax.devices()[: config.mesh.size(*config.mesh.sizes())]))
+    return program.that_sees(sight_of_run(config))
+
+
+def batch_of(program: Program, name: str, state, still):
+    batch, images = packed(program.seeing.sight, references.asks(name), ROWS, LENGTH)
+    batch["images"] = program.seeing.readers(program.slots)(images)
+    rows = tuple(range(len(ROWS)))
+    arrays = program.on_devices(batch, rows, program.eyes(state.params, still))
+    return arrays | program.shown(batch, still), images
+
+
+def started(program: Program, folder):
+    return program.init(program.pretrained(), program.frozen(), program.encoder()), program.seeing.load(str(folder))
+
+
+def stepped(program: Program, name: str, folder):
+    """({path: what a step took away}, its metrics)."""
+    with jax.set_mesh(program.mesh):
+        state, still = started(program, folder)
+        before = flatten_dict(jax.tree.map(np.asarray, state.params))
+        batch, _ = batch_of(program, name, state, still)
+        state, metrics = program.compile_step({})(1, state, batch)
+    after = flatten_dict(jax.tree.map(np.asarray, state.params))
+    return {path: before[path] - after[path] for path in before}, {n: np.asarray(a) for n, a in metrics.items()}
+
+
+def plainly(program: Program, name: str, folder):
+    """Loss and gradients of the language model and of the encoder, of one function."""
+    with jax.set_mesh(program.mesh), program.tracing():
+        state, still = started(program, folder)
+        batch, images = batch_of(program, name, state, still)
+        arrays = {n: a for n, a in batch.items() if n not in ("shown", VECTORS)}
+        weights = arrays["loss_mask"] / arrays["loss_mask"].sum()
+        encoder, pictures = program.seeing.encoder, [(image, image.picture()) for image in images]
+
+        def loss(params):
+            text = {n: a for n, a in params.items() if n != ENCODER}
+            vectors = jnp.zeros(batch[VECTORS].shape, batch[VECTORS].dtype)
+            for image, picture in pictures:
+                inputs = {n: jnp.asarray(a) for n, a in picture.inputs.items()}
+                pad = program.seeing.sight.sizes
+                size = next(s for s in pad if s >= picture.patches)
+                inputs = {n: jnp.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1)) for n, a in inputs.items()}
+                made = encoder(joined(params[ENCODER], still), inputs, jnp.int32(picture.patches))
+                vectors = vectors.at[image.row, image.takes].set(made[: len(image.takes)])
+            rows = arrays | {VECTORS: vectors}
+            return program.objective.sums(program.model.bound(state.frozen), text, rows, weights)[0]
+
+        found = jax.jit(jax.value_and_grad(loss))(state.params)
+    return float(found[0]), flatten_dict(jax.tree.map(np.asarray, found[1]))
+
+
+def apart(found, expected) -> float:
+    """The largest difference, of each weight's largest gradient in its part of the model."""
+    assert found.keys() == expected.keys()
+    most = {own: max(np.abs(a).max() for p, a in expected.items() if (p[0] == ENCODER) == own) for own in (True, False)}
+    return max(np.abs(found[p] - a).max() / most[p[0] == ENCODER] for p, a in expected.items())
+
+
+NAME = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = references.folder(NAME, tmp_path_factory.mktemp("plain"))
+    loss, gradients = plainly(program_of(folder), NAME, folder)
+    return folder, loss, gradients
+
+
+@pytest.mark.parametrize(
+    "mesh, changes",
+    [(MeshSpec(), {}), (MeshSpec(fsdp=2, tensor=2), {"accumulation": 2})],
+    ids=str,
+)
+def test_gradients_are_those_of_one_function(mesh, changes, plain):
+    folder, loss, gradients = plain
+    took, metrics = stepped(program_of(folder, mesh, **changes), NAME, folder)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert apart({path: a / RATE for path, a in took.items()}, gradients) < 1e-4
+    norm = np.sqrt(sum(np.square(a).sum() for a in gradients.values()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
