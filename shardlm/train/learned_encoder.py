@@ -26,7 +26,8 @@ from shardlm.vision.registry import sees
 from shardlm.vision.trained import parted, trained_of
 
 Tree = Any
-SPLIT = ("embed", "mlp")  # the names by which rules split a weight: over the axes of rows, and over tensor
+# Names by which rules split a weight: over the axes of rows, and over tensor; and one that they never do.
+SPLIT, WHOLE = ("embed", "mlp"), "norm"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity, so that jit can take it as static
@@ -74,13 +75,13 @@ class Learned:
         return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in jax.tree.leaves(self.shapes))
 
 
-def split_as(shape: tuple[int, ...], table: Table) -> tuple[str | None, ...]:
+def split_as(shape: tuple[int, ...], table: Table) -> tuple[str, ...]:
     """Names of a weight's dimensions: the longest that divides over an embedding's axes is split so, of the others the
     longest that divides over tensor; what does not divide is whole."""
-    found: list[str | None] = [None] * len(shape)
+    found = [WHOLE] * len(shape)
     for name in SPLIT:
         ways = table.mesh.size(*table.axes(name))
-        fits = [i for i, size in enumerate(shape) if found[i] is None and size % ways == 0]
+        fits = [i for i, size in enumerate(shape) if found[i] == WHOLE and size % ways == 0]
         if fits and ways > 1:
             found[max(fits, key=lambda i: shape[i])] = name
     return tuple(found)

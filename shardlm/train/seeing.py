@@ -24,7 +24,7 @@ from shardlm.optim import ENCODER
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.train.config import RunConfig
-from shardlm.train.learned_encoder import Learned, in_use, learn, no_sums, parts_of
+from shardlm.train.learned_encoder import Learned, in_use, learn, no_sums, parts_of, sums_of
 from shardlm.train.looks import Look, Readers
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.parts import EncoderPart
@@ -153,15 +153,24 @@ class Seeing:
 
     def lower(self, size: int) -> jax.stages.Lowered:
         """The program that reads an image of at most so many patches on each device, `vectors` donated."""
+        with jax.set_mesh(self.mesh), traced_for(self.mesh.devices.flat[0]):
+            return _read.lower(self, self.encoder.shapes, self.shapes()[VECTORS], *self._shown(size))
+
+    def lower_gradients(self, size: int) -> jax.stages.Lowered:
+        """The program on the way back from them, sums donated."""
+        params, sums = parts_of(self.learned, self.encoder.shapes), sums_of(self.learned, self.by_device)
+        with jax.set_mesh(self.mesh), traced_for(self.mesh.devices.flat[0]):
+            return learn.lower(self, params, sums, *self._shown(size), self.shapes()[VECTORS])
+
+    def _shown(self, size: int) -> tuple:
+        """The shapes of `_arguments`."""
         devices = (self.mesh.size,)
         inputs = {
             name: jax.ShapeDtypeStruct((*devices, *a.shape), a.dtype, sharding=self.by_device)
             for name, a in self.encoder.inputs(size).items()
         }
         counts = jax.ShapeDtypeStruct(devices, jnp.int32, sharding=self.by_device)
-        index = jax.ShapeDtypeStruct(self.shape, jnp.int32, sharding=self.rows)
-        with jax.set_mesh(self.mesh), traced_for(self.mesh.devices.flat[0]):
-            return _read.lower(self, self.encoder.shapes, self.shapes()[VECTORS], inputs, counts, index)
+        return inputs, counts, jax.ShapeDtypeStruct(self.shape, jnp.int32, sharding=self.rows)
 
     def _inputs(self, look: Look) -> dict[str, jax.Array]:
         found = {}

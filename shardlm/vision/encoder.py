@@ -114,9 +114,14 @@ class Encoder:
         return nnx.merge(self.graph, params)(inputs, count, self.execution)
 
 
-def parameters_of(config: Seeing) -> int:
-    """How many an encoder has. Needs no devices."""
+def shapes_of(config: Seeing) -> dict[tuple, tuple[int, ...]]:
+    """The shapes of an encoder's parameters by path. Needs no devices."""
     rules = Rules.make("replicated", MeshSpec())
     with jax.sharding.use_abstract_mesh(MeshSpec().abstract()):
         state = nnx.state(nnx.eval_shape(lambda: config.module(Params(None, rules))))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.to_pure_dict(state)))
+    return {path: leaf.shape for path, leaf in flatten_dict(nnx.to_pure_dict(state)).items()}
+
+
+def parameters_of(config: Seeing) -> int:
+    """How many an encoder has. Needs no devices."""
+    return sum(map(math.prod, shapes_of(config).values()))

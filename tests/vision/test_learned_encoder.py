@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from test_trained_images import LENGTH, ROWS
 from trained import packed
 
 from shardlm.data.config import DataConfig
-from shardlm.errors import ShardlmError
-from shardlm.layers.lora import LoraConfig
 from shardlm.layers.seen import VECTORS
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
@@ -69,23 +67,27 @@ def plainly(program: Program, name: str, folder):
         batch, images = batch_of(program, name, state, still)
         arrays = {n: a for n, a in batch.items() if n not in ("shown", VECTORS)}
         weights = arrays["loss_mask"] / arrays["loss_mask"].sum()
-        encoder, pictures = program.seeing.encoder, [(image, image.picture()) for image in images]
+        encoder, pictures = program.seeing.encoder, [image.picture() for image in images]
+        size = next(s for s in program.seeing.sight.sizes if s >= max(one.patches for one in pictures))
+        shown = [padded(one, size) for one in pictures]
+        shown = jax.tree.map(lambda *a: np.stack(a), *shown), np.array([one.patches for one in pictures], np.int32)
 
         def loss(params):
-            text = {n: a for n, a in params.items() if n != ENCODER}
+            text, eyes = ({n: a for n, a in params.items() if n != ENCODER}), joined(params[ENCODER], still)
+            made = jax.lax.map(lambda one: encoder(eyes, *one), shown)
             vectors = jnp.zeros(batch[VECTORS].shape, batch[VECTORS].dtype)
-            for image, picture in pictures:
-                inputs = {n: jnp.asarray(a) for n, a in picture.inputs.items()}
-                pad = program.seeing.sight.sizes
-                size = next(s for s in pad if s >= picture.patches)
-                inputs = {n: jnp.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1)) for n, a in inputs.items()}
-                made = encoder(joined(params[ENCODER], still), inputs, jnp.int32(picture.patches))
-                vectors = vectors.at[image.row, image.takes].set(made[: len(image.takes)])
+            for image, own in zip(images, made, strict=True):
+                vectors = vectors.at[image.row, image.takes].set(own[: len(image.takes)])
             rows = arrays | {VECTORS: vectors}
             return program.objective.sums(program.model.bound(state.frozen), text, rows, weights)[0]
 
         found = jax.jit(jax.value_and_grad(loss))(state.params)
     return float(found[0]), flatten_dict(jax.tree.map(np.asarray, found[1]))
+
+
+def padded(picture, size: int) -> dict[str, np.ndarray]:
+    rest = size - picture.patches
+    return {name: np.pad(a, [(0, rest)] + [(0, 0)] * (a.ndim - 1)) for name, a in picture.inputs.items()}
 
 
 def apart(found, expected) -> float:
@@ -96,6 +98,8 @@ def apart(found, expected) -> float:
 
 
 NAME = "qwen2_5_vl"
+WIDE = pytest.mark.wide
+GPIPE = {"accumulation": 2, "pipeline": PipelineConfig("gpipe", 1)}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,14 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "mesh, changes",
-    [(MeshSpec(), {}), (MeshSpec(fsdp=2, tensor=2), {"accumulation": 2})],
+    [
+        pytest.param(MeshSpec(), {}, marks=WIDE),
+        (MeshSpec(fsdp=2, tensor=2), {"accumulation": 2}),
+        pytest.param(MeshSpec(data=2, fsdp=2), {"rules": "hybrid"}, marks=WIDE),
+        pytest.param(MeshSpec(data=2, tensor=2), {"rules": "zero1", "accumulation": 2}, marks=WIDE),
+        pytest.param(MeshSpec(fsdp=2, context=2), {"context_attention": "ring"}, marks=WIDE),
+        pytest.param(MeshSpec(pipeline=2, tensor=2), GPIPE, marks=WIDE),
+    ],
     ids=str,
 )
 def test_gradients_are_those_of_one_function(mesh, changes, plain):
@@ -117,3 +128,40 @@ def test_gradients_are_those_of_one_function(mesh, changes, plain):
     assert apart({path: a / RATE for path, a in took.items()}, gradients) < 1e-4
     norm = np.sqrt(sum(np.square(a).sum() for a in gradients.values()))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_projector_learns_at_its_own_rate(plain):
+    """Clipped by one norm, of what is trained alone; beside that nothing is in the state."""
+    folder, _, gradients = plain
+    found = program_of(folder, MeshSpec(fsdp=2), "projector", optim={"encoder_rate": 0.25, "clip_norm": 0.1})
+    took, metrics = stepped(found, NAME, folder)
+    expected = {p: a for p, a in gradients.items() if p[0] != ENCODER or p[1] == "merger"}
+    norm = np.sqrt(sum(np.square(a).sum() for a in expected.values()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    rate = {True: 0.25 * RATE, False: RATE}
+    assert apart({p: a / rate[p[0] == ENCODER] * norm / 0.1 for p, a in took.items()}, expected) < 1e-4
+
+
+def test_rows_without_images_leave_the_encoder_as_it_is(plain):
+    """No image was read, so that the step goes on without one."""
+    folder, *_ = plain
+    program = program_of(folder)
+    with jax.set_mesh(program.mesh):
+        state, still = started(program, folder)
+        batch, _ = packed(program.seeing.sight, [([3, 4, 5], [])], [[0]] * len(ROWS), LENGTH)
+        before = jax.tree.map(np.asarray, state.params[ENCODER])
+        arrays = program.on_devices(batch, tuple(range(len(ROWS))), program.eyes(state.params, still))
+        state, metrics = program.compile_step({})(1, state, arrays | program.shown(batch, still))
+    assert metrics["finite"] and metrics["grad_norm"] > 0
+    jax.tree.map(np.testing.assert_array_equal, state.params[ENCODER], before)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", references.NAMES)
+def test_every_family_learns(name, tmp_path):
+    folder = references.folder(name, tmp_path)
+    program = program_of(folder)
+    _, gradients = plainly(program, name, folder)
+    took, _ = stepped(program_of(folder, MeshSpec(fsdp=2, tensor=2)), name, folder)
+    assert apart({path: a / RATE for path, a in took.items()}, gradients) < 1e-4
+    assert all(np.abs(a).max() > 0 for path, a in gradients.items() if path[0] == ENCODER)
