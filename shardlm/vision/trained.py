@@ -2,7 +2,7 @@
 began with."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -59,8 +59,13 @@ def trained_tensors(found: Found, encoder: Encoder, name: str = "params") -> dic
     shapes, _ = parted(encoder.shapes, paths)
     with Checkpoints(found.run.checkpoints_dir) as reader:
         unread = reader.unread_params({ENCODER: shapes}, found.run.step, name, optional=(REST,))[ENCODER]
+    return tensors_of(encoder, flatten_dict(unread))
+
+
+def tensors_of(encoder: Encoder, arrays: Mapping[Path, Unread]) -> dict[str, Make]:
+    """The same of these weights of an encoder, which must be all of a tensor that is made of several."""
     names, groups = encoder.config.names(), {}
-    for path, a in flatten_dict(unread).items():
+    for path, a in arrays.items():
         tensor = names[".".join(map(str, path))]
         groups.setdefault(tensor.name, []).append((tensor, a, encoder.layers.get(path, 0)))
     made = {}
