@@ -1,6 +1,7 @@
 """Encoders of images that are trained: gradients are those of one plain function, on every mesh."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +13,38 @@ from test_trained_images import LENGTH, ROWS
 from trained import packed
 
 from shardlm.data.config import DataConfig
+from shardlm.errors import ShardlmError
 from shardlm.layers.seen import VECTORS
 from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
+from shardlm.models.naming import Tensor
 from shardlm.models.pretrained import Pretrained
 from shardlm.optim import ENCODER, OptimConfig
+from shardlm.rules import Rules
 from shardlm.state import joined
-from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+from shardlm.train.config import (
+    GrpoConfig,
+    LocalSgdConfig,
+    PipelineConfig,
+    PreferenceConfig,
+    RunConfig,
+    SlowLinkConfig,
+    TrainConfig,
+)
+from shardlm.train.learned_encoder import check_encoder, split_as
 from shardlm.train.program import Program
 from shardlm.train.seeing import sight_of_run
+from shardlm.train.task import with_eyes
+from shardlm.vision.parts import trained_paths
 
+LONG = 512  # tokens of a row, of families whose images have many
 RATE = 0.5  # of plain gradient descent: what a step takes away is the gradient times it
 
 
 def program_of(folder, mesh=None, part="all", **changes) -> Program:
     """Whose step takes RATE times the gradients away."""
-    own = {n: changes.pop(n) for n in ("accumulation",) if n in changes}
-    train = TrainConfig(global_batch=len(ROWS), seq_len=LENGTH, mtp_loss=0.0, encoder=part, **own)
+    own = {"seq_len": LENGTH} | {n: changes.pop(n) for n in ("accumulation", "seq_len") if n in changes}
+    train = TrainConfig(global_batch=len(ROWS), mtp_loss=0.0, encoder=part, **own)
     optim = OptimConfig("sgd", RATE, "constant", warmup_steps=0, weight_decay=0.0, b1=0.0, clip_norm=0.0)
     optim = dataclasses.replace(optim, **changes.pop("optim", {}))
     config = RunConfig(Pretrained(str(folder), mtp=False), mesh=mesh or MeshSpec(), precision="fp32", optim=optim)
@@ -38,7 +55,7 @@ def program_of(folder, mesh=None, part="all", **changes) -> Program:
 
 
 def batch_of(program: Program, name: str, state, still):
-    batch, images = packed(program.seeing.sight, references.asks(name), ROWS, LENGTH)
+    batch, images = packed(program.seeing.sight, references.asks(name), ROWS, program.config.train.seq_len)
     batch["images"] = program.seeing.readers(program.slots)(images)
     rows = tuple(range(len(ROWS)))
     arrays = program.on_devices(batch, rows, program.eyes(state.params, still))
@@ -160,8 +177,63 @@ def test_rows_without_images_leave_the_encoder_as_it_is(plain):
 @pytest.mark.parametrize("name", references.NAMES)
 def test_every_family_learns(name, tmp_path):
     folder = references.folder(name, tmp_path)
-    program = program_of(folder)
-    _, gradients = plainly(program, name, folder)
-    took, _ = stepped(program_of(folder, MeshSpec(fsdp=2, tensor=2)), name, folder)
+    _, gradients = plainly(program_of(folder, seq_len=LONG), name, folder)
+    took, _ = stepped(program_of(folder, MeshSpec(fsdp=2, tensor=2), seq_len=LONG), name, folder)
     assert apart({path: a / RATE for path, a in took.items()}, gradients) < 1e-4
     assert all(np.abs(a).max() > 0 for path, a in gradients.items() if path[0] == ENCODER)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": LlamaConfig()}, "the model is no checkpoint that sees; set model to Pretrained"),
+        ({"data": DataConfig()}, "without data.chat_template: texts have no images; set data.chat_template"),
+        ({"grpo": GrpoConfig(reward=("a.py:b",))}, "replies are sampled with the encoder as it was; leave grpo.reward"),
+        ({"preference": PreferenceConfig(beta=0.1)}, "the reference would see by the encoder as it is, not as it was"),
+        (
+            {"pipeline": PipelineConfig("1f1b"), "mesh": MeshSpec(pipeline=2)},
+            "its backward pass gives no gradients of images; set pipeline.schedule to circular or gpipe",
+        ),
+        ({"slow_link": SlowLinkConfig("int8")}, "an encoder's gradients are summed every step; leave those"),
+        ({"local_sgd": LocalSgdConfig(2)}, "an encoder's gradients are summed every step; leave those"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_what_does_not_go_with_it_is_refused(changes, message):
+    seeing = Pretrained(str(references.HOME / NAME))
+    config = RunConfig(seeing, data=DataConfig(chat_template="there"), train=TrainConfig(encoder="projector"))
+    check_encoder(config)
+    with pytest.raises(ShardlmError, match=rf"train.encoder=projector.*{message}.*or train.encoder to frozen"):
+        check_encoder(dataclasses.replace(config, **changes))
+
+
+def test_data_without_images_are_refused():
+    text = types.SimpleNamespace(image_token=None)
+    train = TrainConfig(encoder="all")
+    program = types.SimpleNamespace(config=types.SimpleNamespace(train=train))
+    with pytest.raises(ShardlmError, match=r"train\.encoder=all: the training data have no images to train it on; set"):
+        with_eyes(program, types.SimpleNamespace(train=text, validation=text), None)
+
+
+def test_numbers_of_a_checkpoint_that_are_no_weights_stay():
+    """Buffers of transformers: Gemma 4's limits of products, and what its averages are standardised by."""
+    layer = "vision_tower.encoder.layers.{layer}.self_attn.q_proj"
+    names = {
+        "wq": f"{layer}.linear.weight",
+        "wq_input_min": f"{layer}.input_min",
+        "wq_output_max": f"{layer}.output_max",
+    }
+    names |= {"standard_scale": "vision_tower.std_scale", "out.kernel": "embed_vision.embedding_projection.weight"}
+    named = {path: Tensor(name) for path, name in names.items()}
+    paths = [tuple(path.split(".")) for path in names]
+    assert trained_paths(paths, named, "all") == {("wq",), ("out", "kernel")}
+    assert trained_paths(paths, named, "projector") == {("out", "kernel")}
+    assert trained_paths(paths, named, "frozen") == frozenset()
+
+
+def test_weights_are_split_where_they_divide():
+    table = Rules.make("zero3", MeshSpec(fsdp=4, tensor=2)).optimizer
+    assert split_as((27, 1152, 16, 72), table) == ("norm", "embed", "norm", "mlp")
+    assert split_as((27, 1152), table) == ("norm", "embed")
+    assert split_as((3, 5), table) == ("norm", "norm")
+    assert split_as((1152, 3420), Rules.make("replicated", MeshSpec(data=8)).optimizer) == ("norm", "norm")
