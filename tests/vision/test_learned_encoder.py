@@ -35,7 +35,9 @@ from shardlm.train.learned_encoder import check_encoder, split_as
 from shardlm.train.program import Program
 from shardlm.train.seeing import sight_of_run
 from shardlm.train.task import with_eyes
+from shardlm.unread import Unread
 from shardlm.vision.parts import trained_paths
+from shardlm.vision.trained import in_map, tensors_of
 
 LONG = 512  # tokens of a row, of families whose images have many
 RATE = 0.5  # of plain gradient descent: what a step takes away is the gradient times it
@@ -237,3 +239,35 @@ def test_weights_are_split_where_they_divide():
     assert split_as((27, 1152), table) == ("norm", "embed")
     assert split_as((3, 5), table) == ("norm", "norm")
     assert split_as((1152, 3420), Rules.make("replicated", MeshSpec(data=8)).optimizer) == ("norm", "norm")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_gradients_are_those_of_transformers(name, tmp_path):
+    """loss.backward() of the same prompts."""
+    torch = pytest.importorskip("torch", reason="a wide test of what transformers computes")
+    transformers = pytest.importorskip("transformers", reason="a wide test of what transformers computes")
+    from qwen_checkpoints import inputs
+
+    folder = references.folder(name, tmp_path)
+    program = program_of(folder)
+    took, metrics = stepped(program, name, folder)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    losses, asks = [], references.asks(name)
+    for number in (number for row in ROWS for number in row):
+        ids, images = asks[number]
+        told, _ = program.seeing.sight.expanded(ids, [program.seeing.sight.prepare(image) for image in images])
+        logits = model(input_ids=torch.tensor([told]), **inputs(images, told)).logits[0, :-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(told[1:]), reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    theirs = {in_map(program.seeing.encoder, n): p.grad.numpy() for n, p in model.named_parameters() if "visual." in n}
+    ours = {path[1:]: a / RATE for path, a in took.items() if path[0] == ENCODER}
+    unread = {path: Unread(a.shape, a.dtype, a.__getitem__) for path, a in ours.items()}
+    made = {n: make(np.dtype(np.float32)) for n, make in tensors_of(program.seeing.encoder, unread).items()}
+    assert made.keys() == theirs.keys()
+    most = max(np.abs(a).max() for a in theirs.values())
+    assert max(np.abs(made[n] - a).max() for n, a in theirs.items()) < 1e-4 * most
+    norm = np.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
