@@ -1,7 +1,8 @@
 """python -m launch.train --config=configs/sft_images.py
 
 Hardware: any computer with a CPU, as two virtual devices. Trains a small model that sees on conversations about
-pictures, the loss on the assistant's tokens only, its encoder as it is. Both are made here first:
+pictures, the loss on the assistant's tokens only, its encoder as it is (--config.train.encoder=all trains that too, and
+projector what brings its vectors into the text's width). Both are made here first:
 
     python examples/square_chats.py data/squares
 

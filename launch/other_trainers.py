@@ -43,5 +43,9 @@ OTHER_TRAINERS = {
         ("model_name_or_path", "model_name", "load_parameters_path"),
         'the configuration has model=Pretrained("FOLDER"), as configs/sft.py; then it is --config.model.folder=FOLDER',
     ),
+    **dict.fromkeys(
+        ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner"),
+        "it is --config.train.encoder=frozen, projector or all, and optim.encoder_rate a factor on its learning rate",
+    ),
     "report_to": "metrics.jsonl and tensorboard/ are written to --config.run_dir in any case",
 }

@@ -41,6 +41,7 @@ from shardlm.files import cannot_write
 from shardlm.unread import Unread
 
 BEST_METRIC = "validation_loss"
+REST = "*"  # among names that may be left out: all that is not asked for
 TEMPORARY = ".orbax-checkpoint-tmp"  # follows the step in the name of a directory that is being written
 
 
@@ -243,7 +244,7 @@ class Checkpoints:
         optional: Collection[str] = (),
     ) -> Tree:
         """Loads one part of the state and reads nothing else: the parameters, or their average as "ema". What is saved
-        under the names `optional` and not asked for is left out.
+        under the names `optional` (REST: any) and not asked for is left out.
 
         As `restore`, except that values are cast to the dtypes of `abstract_params`.
         """
@@ -304,8 +305,8 @@ class Checkpoints:
                 raise ShardlmError(f"Checkpoint {path} has no {part!r}; it has {there}.")
             saved = {part: saved[part]} if part else saved
             if part and optional:
-                asked = {k: a for k, a in saved[part].items() if k in abstract[part] or k not in optional}
-                saved = {part: asked}
+                left = saved[part].keys() - abstract[part].keys() if REST in optional else optional
+                saved = {part: {k: a for k, a in saved[part].items() if k in abstract[part] or k not in left}}
             check_fit(path, saved, abstract, same_dtype=part is None)
 
     def _read(self, step: int, read: Callable[[], Any]) -> Any:

@@ -29,6 +29,7 @@ from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.rope import STRETCHED
 from shardlm.ops.weight_format import AsPublished, layers_differ
+from shardlm.optim import ENCODER
 from shardlm.precision import COMPUTE_DTYPE
 from shardlm.progress_bar import bytes_bar, waiting
 from shardlm.rules import Preset, Rules
@@ -36,6 +37,8 @@ from shardlm.run_files import CHECKPOINTS, RunFiles, find_run
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest, joined
 from shardlm.tokenizer import Tokenizer
+
+BESIDE = ("mtp", ENCODER)  # parts of what a run trained that are read where they are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +258,7 @@ def trained(
     checkpoints = Checkpoints(found.run.checkpoints_dir)
     with waiting("reading the checkpoint", jax.process_index() == 0), checkpoints as reader:
         # Of modules that predict further tokens as many are read as `shapes` has.
-        return reader.restore_params(shapes, found.run.step if step is None else step, name, optional=("mtp",))
+        return reader.restore_params(shapes, found.run.step if step is None else step, name, optional=BESIDE)
 
 
 def _in_few_bits(found: Found, model: ModelDef, shapes: Any, mesh: Mesh, step: int | None, name: str) -> Any:
@@ -266,7 +269,7 @@ def _in_few_bits(found: Found, model: ModelDef, shapes: Any, mesh: Mesh, step: i
     checkpoints = Checkpoints(found.run.checkpoints_dir)
     with waiting("reading the checkpoint", jax.process_index() == 0), checkpoints as reader:
         asked = found.run.step if step is None else step
-        there = reader.check_params(unflatten_dict(whole), asked, name, optional=("mtp",))
+        there = reader.check_params(unflatten_dict(whole), asked, name, optional=BESIDE)
         for path, one in held_weights(shapes, model.execution.weights, model.groups).items():
             tree = reader.restore_some(unflatten_dict({path: whole[path]}), there, name)
             w = on_host(flatten_dict(tree)[path])
@@ -288,7 +291,7 @@ def check_trained(found: Found, model: ModelDef) -> None:
         peft.parts(model, found.adapters, found.source)
         return
     with Checkpoints(found.run.checkpoints_dir) as reader:
-        reader.check_params(model.shapes, found.run.step, optional=("mtp",))
+        reader.check_params(model.shapes, found.run.step, optional=BESIDE)
 
 
 def find(path: str | os.PathLike) -> pathlib.Path:

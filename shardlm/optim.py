@@ -17,6 +17,7 @@ from shardlm.errors import ShardlmError
 
 Optimizer = Literal["adamw", "lion", "adafactor", "muon", "sgd"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
+ENCODER = "encoder"  # among trained parameters: those of an encoder of images (train/learned_encoder.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class OptimConfig:
     clip_norm       largest global gradient norm; 0 does not clip
     ema_decay       of an average of the weights kept beside them; 0 keeps none
     load_bias_rate  step of the biases that even the load of experts (ops/routing.py, with_load)
+    encoder_rate    factor on the learning rate of an encoder of images (train.encoder)
     """
 
     name: Optimizer = "adamw"
@@ -47,12 +49,18 @@ class OptimConfig:
     clip_norm: float = 1.0
     ema_decay: float = 0.0
     load_bias_rate: float = 1e-3
+    encoder_rate: float = 1.0
 
     def __post_init__(self):
         if not 0 <= self.ema_decay < 1:
             raise ShardlmError(f"ema_decay={self.ema_decay}: a decay is at least 0 (no average) and below 1")
         if self.learning_rate <= 0:
             raise ShardlmError(f"learning_rate={self.learning_rate}: a learning rate is positive")
+        if self.encoder_rate <= 0:
+            raise ShardlmError(
+                f"encoder_rate={self.encoder_rate}: a factor is positive; with train.encoder=frozen no encoder is "
+                "trained"
+            )
 
 
 def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -84,7 +92,8 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimConfig, steps: int, names: Any) -> optax.GradientTransformation:
     """The gradient transformation of `config`. `names` is the parameter tree with (stack_names, names) at each leaf
     (state.py); it says which parameters decay and which are matrices. Raises ShardlmError for an unknown name."""
-    return _with_load_biases(_optimizer_of_weights(config, steps, names), config.load_bias_rate)
+    tx = _with_load_biases(_optimizer_of_weights(config, steps, names), config.load_bias_rate)
+    return _with_encoder_rate(tx, config.encoder_rate) if ENCODER in names and config.encoder_rate != 1 else tx
 
 
 def weight_gradients(grads: Any) -> list[jax.Array]:
@@ -115,6 +124,16 @@ def _with_load_biases(tx: optax.GradientTransformation, rate: float) -> optax.Gr
             return -rate * jnp.sign(load) if _is_load_bias(path) else update
 
         return jax.tree_util.tree_map_with_path(pick, updates, grads), state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def _with_encoder_rate(tx: optax.GradientTransformation, factor: float) -> optax.GradientTransformation:
+    """`tx`, whose updates of the encoder are so many times as large: the learning rate is a factor of all of each."""
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return {**updates, ENCODER: jax.tree.map(lambda u: factor * u, updates[ENCODER])}, state
 
     return optax.GradientTransformation(tx.init, update)
 

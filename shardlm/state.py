@@ -21,6 +21,7 @@ from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.grouped_weights import Groups
+from shardlm.optim import ENCODER
 from shardlm.precision import LossScale
 from shardlm.rules import Table
 
@@ -30,12 +31,12 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """params float32 by path, the trained ones; opt_state; step int32, number of updates tried; ema like params or
-    None; loss_scale or None; skipped int32, steps whose update was left out because it was not finite; bad_steps int32,
-    how many of them in a row up to now (in fp16 only those at the lowest loss scale); link, what replicas behind a slow
-    link keep of their own between exchanges (train/compression.py, train/diloco.py), or None; frozen, weights that no
-    step changes (under adapters, layers/lora.py; of the reference, train/preference.py), or None: not part of
-    checkpoints."""
+    """params float32 by path, the trained ones, ENCODER's too; opt_state; step int32, number of updates tried; ema like
+    params or None; loss_scale or None; skipped int32, steps whose update was left out because it was not finite;
+    bad_steps int32, how many of them in a row up to now (in fp16 only those at the lowest loss scale); link, what
+    replicas behind a slow link keep of their own between exchanges (train/compression.py, train/diloco.py), or None;
+    frozen, weights that no step changes (under adapters, layers/lora.py; of the reference, train/preference.py), or
+    None: not part of checkpoints."""
 
     params: Tree
     opt_state: Tree
@@ -117,7 +118,9 @@ class ModelDef:
         return nnx.merge(self.graph, joined(self.shapes, self.frozen_shapes))
 
     def whole(self, params: Tree) -> Tree:
-        """All of the model's parameters, of those that are trained: with the frozen ones, where there are any."""
+        """All of the model's parameters, of those that are trained: with the frozen ones, where there are any, and
+        without an encoder of images that is trained beside them."""
+        params = {name: part for name, part in params.items() if name != ENCODER}
         return params if self.frozen_shapes is None else joined(params, self.frozen)
 
     def init(self, key: jax.Array) -> Tree:
@@ -144,12 +147,15 @@ def make_state(
     tx: optax.GradientTransformation,
     seed: jax.Array,
     params: Tree | None = None,
+    encoder: Tree | None = None,
     *,
     ema: bool,
     loss_scaling: bool,
 ) -> TrainState:
-    """A new state of these parameters, or of new ones from an integer seed; call inside jit or under eval_shape."""
+    """A new state of these parameters, or of new ones from an integer seed, and of those of an encoder of images that
+    is trained beside them; call inside jit or under eval_shape."""
     params = model.init(jax.random.key(seed)) if params is None else params
+    params = params if encoder is None else {**params, ENCODER: encoder}
     rules = model.execution.rules
     split = model.place(params, rules.optimizer)
     return TrainState(

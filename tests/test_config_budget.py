@@ -28,11 +28,11 @@ FIELDS = {
     "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
     "optim": {
         "name", "learning_rate", "schedule", "warmup_steps", "final_fraction", "weight_decay", "b1", "b2", "eps",
-        "clip_norm", "ema_decay", "load_bias_rate",
+        "clip_norm", "ema_decay", "load_bias_rate", "encoder_rate",
     },
     "train": {
-        "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "mtp_loss", "seed", "log_every",
-        "eval_every", "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
+        "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "mtp_loss", "encoder", "seed",
+        "log_every", "eval_every", "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
     },
     "pipeline": {"schedule", "rounds"},
     "lora": {"rank", "alpha", "targets", "base"},

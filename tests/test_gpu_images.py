@@ -2,6 +2,7 @@
 XLA has kernels for what else they do. Plans foresee their FLOPs. Every figure is read from the program (compiled)."""
 
 import json
+import math
 import re
 
 import jax
@@ -93,13 +94,19 @@ def foreseen(image: Image) -> float:
     return products + image.config.tower.layers * sum(op.flops for op in everywhere)
 
 
+def seeing_of(kind: str, folder, part: str):
+    """(what reads, and trains, an encoder over fsdp=2 x tensor=2, patches, what a plan takes an image for)."""
+    own, patches = sight(kind, folder)
+    spec, width = MeshSpec(fsdp=2, tensor=2), own.encoder.width
+    rules = Rules.make("zero3", spec)
+    rows = NamedSharding(spec.build(topology("h100", 1, 4)), rules.act.spec("batch", "whole_seq"))
+    seeing = Seeing.make(own, rows, (8, 8192), width, jnp.bfloat16, part, rules)
+    return seeing, patches, Image(own.encoder, patches, patches, own.merged)
+
+
 def test_devices_that_share_rows_read_images_of_a_batch_in_turn(tmp_path):
     """By cuDNN, inside of one program, whose only collective is of vectors between those devices, into the batch's."""
-    own, patches = sight("qwen3_vl", tmp_path)
-    spec, width = MeshSpec(fsdp=2, tensor=2), own.encoder.width
-    mesh = spec.build(topology("h100", 1, 4))
-    rows = NamedSharding(mesh, Rules.make("zero3", spec).act.spec("batch", "whole_seq"))
-    seeing = Seeing.make(own, rows, (8, 8192), width, jnp.bfloat16)
+    seeing, patches, _ = seeing_of("qwen3_vl", tmp_path, "frozen")
     program = seeing.lower(patches).compile()
     text = program.as_text()
     vectors = 4 * 8192 * seeing.width * 2  # of a device
@@ -107,3 +114,20 @@ def test_devices_that_share_rows_read_images_of_a_batch_in_turn(tmp_path):
     assert re.findall(r"(all-\w+|reduce-scatter|collective-permute)-start\(", text) == ["all-gather"]
     assert program.memory_analysis().alias_size_in_bytes == vectors
     assert program.memory_analysis().temp_size_in_bytes < 256 * 2**20
+
+
+@pytest.mark.parametrize("part", ["projector", "all"])
+def test_the_way_back_to_an_encoder_that_is_trained(part, tmp_path):
+    """By cuDNN both ways, each layer made anew; between devices gradients of vectors alone, into sums in their place.
+    Four times the FLOPs of reading: forward, again, and back; the tower once where only what comes after it learns."""
+    seeing, patches, image = seeing_of("qwen3_vl", tmp_path, part)
+    program = seeing.lower_gradients(patches).compile()
+    text, forward, back = program.as_text(), "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+    calls = [text.count(f'custom_call_target="{name}"') for name in (forward, back)]
+    assert calls == ([2, 1] if part == "all" else [1, 0])
+    assert re.findall(r"(all-\w+|reduce-scatter|collective-permute)-start\(", text) == ["reduce-scatter"]
+    sums = 4 * sum(math.prod(s.shape) for s in jax.tree.leaves(seeing.learned.shapes))
+    assert program.memory_analysis().alias_size_in_bytes == sums
+    assert program.memory_analysis().temp_size_in_bytes < (1600 if part == "all" else 700) * 2**20
+    times = matmul_flops(text).flops / foreseen(image)
+    assert times == pytest.approx(4 if part == "all" else 1.3, abs=0.35), times

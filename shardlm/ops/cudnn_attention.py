@@ -145,16 +145,20 @@ def backward(
     causal: bool,
     window: int = 0,
     where: Documents | None = None,
+    lengths: jax.Array | None = None,
 ):
-    """(d_q, d_k, d_v) under a log-partition float32 [B, N, T], which jax.nn has no function for."""
+    """(d_q, d_k, d_v) under a log-partition float32 [B, N, T], which jax.nn has no function for; `lengths` as in
+    `forward`."""
     none, no_index = jnp.zeros(0, q.dtype), jnp.zeros(0, jnp.int32)
     bias_in, bias_gradient = bias is not None, False
     rule = fused_attention_stablehlo._dot_product_attention_bwd_rule
     # From jax 0.12 on scores may be changed by a function with arguments, of which there are none here.
     changes = "score_mod" in inspect.signature(rule).parameters
-    kind = _mask_type(causal, where)
+    kind = _mask_type(causal, where) if lengths is None else fused_attention_stablehlo.MaskType.PADDING
     settings = (scale, 42, 0.0, (bias_in, bias_gradient), kind, 0, window, *[None] * changes, True, False)
     placed, lse = (where.named.values(), by_document(lse, where)) if where else ([no_index] * 4, lse)
+    if lengths is not None:
+        placed = [jnp.full(q.shape[:1], q.shape[1], jnp.int32), lengths, no_index, no_index]
     kept = (q, k, v, bias if bias_in else none, *placed, no_index, no_index, *[()] * changes, lse, out.astype(q.dtype))
     return rule(*settings, kept, d_out.astype(q.dtype))[:3]
 

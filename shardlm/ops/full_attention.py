@@ -1,13 +1,15 @@
 """Attention in both directions, among the patches of one image: the reference, and a block of queries at a time, so
 that memory does not grow with the square of the patches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlm.mesh import shard_map
 from shardlm.ops.attention import attend
-from shardlm.ops.cudnn_attention import forward
+from shardlm.ops.cudnn_attention import backward, forward
 
 BLOCK_BYTES = 2**27  # of one block's scores
 
@@ -51,12 +53,26 @@ def in_tiles(
 def _by_cudnn(q, k, v, scale: float, lengths: jax.Array | None = None) -> jax.Array:
     """[B, P, N, H], all of it on each device; of `lengths` int32 [B] keys, None: of all."""
 
-    def local(q, k, v, *lengths):
-        own = {"lengths": lengths[0]} if lengths else {}
-        return forward(q, k, v, None, scale=scale, causal=False, trained=False, **own)[0]
-
-    run = shard_map(local, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    run = shard_map(functools.partial(_cudnn, scale), in_specs=PartitionSpec(), out_specs=PartitionSpec())
     return run(q, k, v) if lengths is None else run(q, k, v, lengths)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cudnn(scale: float, q, k, v, lengths=None) -> jax.Array:
+    return forward(q, k, v, None, scale=scale, causal=False, trained=False, lengths=lengths)[0]
+
+
+def _cudnn_forward(scale, q, k, v, lengths=None):
+    out, lse = forward(q, k, v, None, scale=scale, causal=False, lengths=lengths)
+    return out, (q, k, v, lengths, out, lse)
+
+
+def _cudnn_backward(scale, kept, d_out):
+    q, k, v, lengths, out, lse = kept
+    return *backward(q, k, v, None, out, lse, d_out, scale=scale, causal=False, lengths=lengths), None
+
+
+_cudnn.defvjp(_cudnn_forward, _cudnn_backward)
 
 
 def _block(patches: int, heads: int) -> int:

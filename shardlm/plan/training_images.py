@@ -1,6 +1,7 @@
-"""What images add to a step of training on them: an encoder that stands still, whole on each device, and the vectors
-that it makes, which come with the batch. Estimates, by formulas, beside a plan that knows nothing of images; the
-encoder's own temporaries (87 to 372 MiB for images of up to 16,384 patches, compiled) are not counted."""
+"""What images add to a step of training on them: an encoder, whole on each device, the vectors that it makes, which
+come with the batch, and what training it too takes. Estimates, by formulas, beside a plan that knows nothing of images;
+the encoder's own temporaries are not counted (compiled: 87 to 372 MiB for images of up to 16,384 patches, and 1.5 GiB
+for 4,096 on the way back to a tower of 0.4 B parameters that is trained)."""
 
 import dataclasses
 import math
@@ -14,12 +15,19 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.plan.serving.encoder import Image
 from shardlm.plan.serving.images import Seen, seen_of
 from shardlm.plan.serving.time import image_seconds
-from shardlm.plan.sketch import Sketch
+from shardlm.plan.sketch import Sketch, Weight
+from shardlm.plan.state import MASTER, moments
 from shardlm.serve.bench.image_work import size_of
 from shardlm.train.config import RunConfig
+from shardlm.train.learned_encoder import split_as
 from shardlm.train.seeing import prepared_as
+from shardlm.vision.encoder import shapes_of
+from shardlm.vision.parts import trained_paths
 
 DTYPE = jnp.dtype("bfloat16")  # of the encoder and of its vectors
+# How often a step goes through an encoder, a backward pass counted as two forward passes: once to read; to train what
+# comes after the tower once more; to train that too twice more, since each of its layers is made anew, and back.
+PASSES = {"frozen": 1, "projector": 2, "all": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +83,15 @@ def _seen(config: RunConfig) -> Seen | None:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingImages:
-    """encoder_bytes    of its weights, on each device
+    """encoder_bytes    of its weights that read, on each device
+    learned_bytes    of what is trained of it (train.encoder), on each device: weights in float32 and the optimizer's
+                     state where they rest, and the sums of its gradients, whole
     vector_bytes     of one device's part of a batch's vectors [B, T, (1 + deep) * D]
     encoder_seconds  of a step, on each device: those that share rows read their images in turn
     """
 
     encoder_bytes: int
+    learned_bytes: int
     vector_bytes: int
     encoder_seconds: float
 
@@ -91,5 +102,16 @@ class TrainingImages:
         ways = mesh.size(*act.axes("batch"))
         numbers = rows.seen.width * train.global_batch * train.seq_len // (ways * mesh.size(*act.axes("whole_seq")))
         images = math.ceil(train.global_batch / ways * rows.count / (mesh.size(*mesh.sizes()) // ways))
-        seconds = images * image_seconds(rows.image, sketch.gpu, DTYPE)
-        return cls(DTYPE.itemsize * rows.seen.parameters, DTYPE.itemsize * numbers, seconds)
+        seconds = PASSES[train.encoder] * images * image_seconds(rows.image, sketch.gpu, DTYPE)
+        learned = _learned_bytes(sketch, rows.seen)
+        return cls(DTYPE.itemsize * rows.seen.parameters, learned, DTYPE.itemsize * numbers, seconds)
+
+
+def _learned_bytes(sketch: Sketch, seen: Seen) -> int:
+    config, rules, encoder = sketch.config, sketch.rules, seen.sight.encoder
+    shapes = shapes_of(encoder)
+    trained = [shapes[path] for path in trained_paths(shapes, encoder.names(), config.train.encoder)]
+    weights = [Weight("encoder", shape, split_as(shape, rules.optimizer), 0, MASTER, True) for shape in trained]
+    copies = [rules.rest] + [rules.optimizer] * (config.optim.ema_decay > 0)
+    at_rest = sum(MASTER * weight.numbers(table) for weight in weights for table in copies)
+    return at_rest + moments(weights, config.optim, rules.optimizer) + sum(MASTER * math.prod(s) for s in trained)

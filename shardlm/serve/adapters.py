@@ -27,6 +27,7 @@ from shardlm.serve.layers import apart, split
 from shardlm.serve.live_weights import differences_of
 from shardlm.serve.runner import Runner
 from shardlm.state import ModelDef, at_rest, is_adapter, joined
+from shardlm.vision.trained import part_of
 
 Tree = Any
 Parts = dict[tuple, np.ndarray]  # path of A or B -> [1, *inputs, own rank] or [1, own rank, *outputs], float32
@@ -141,6 +142,12 @@ def fitting(
         raise ShardlmError(
             f"the adapter {path} is for another model than what is served: {wrong}. It stands on "
             f"{found.source.folder}; serve that, or leave this adapter out"
+        )
+    if part_of(found) != "frozen":
+        raise ShardlmError(
+            f"the adapter {path} was trained beside an encoder of images (train.encoder={part_of(found)}), and others "
+            f"would see by that too; write both whole (python -m launch.convert --checkpoint={path} --output=FOLDER "
+            "--merge) and serve that, or serve the run itself"
         )
     model = _alone(shape, found.lora)
     check_trained(found, model)

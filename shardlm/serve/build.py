@@ -107,7 +107,7 @@ def build(
         logging.warning("%s %s", path, said)
     dtype = opened.model.execution.dtype
     first = submeshes(config.mesh, devices)[0][0]  # of the stage that embeds
-    image_encoder = open_image_encoder(sight, opened.source, dtype, shape.embed_dim, first) if sight else None
+    image_encoder = open_image_encoder(sight, found, dtype, shape.embed_dim, first) if sight else None
     how = (opened.tokenizer, opened.stop_ids, length, config, progress, draft, devices, image_encoder)
     engine = assemble(opened, *how)
     pooling = Pooling.of(shape.embed_dim, opened.options, classifier)

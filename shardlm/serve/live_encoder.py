@@ -12,13 +12,14 @@ import jax
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES, Folder, holds_weights
 from shardlm.models.pretrained import Pretrained
-from shardlm.opened import describe
+from shardlm.opened import Found, describe
 from shardlm.serve.alike import of_files
 from shardlm.serve.followers import everywhere
 from shardlm.serve.image_encoder import ImageEncoder
 from shardlm.serve.live_weights import in_memory
 from shardlm.serve.runner import Runner
 from shardlm.vision.registry import sees, sight_of
+from shardlm.vision.trained import with_trained
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def new_encoder(weights: Any, runner: Runner) -> Tree | None:
     if own is None or not isinstance(weights, str | os.PathLike):
         return None
     weights = os.fspath(weights)
-    source = describe(weights).source
+    found = describe(weights)
+    source = found.source
     if not isinstance(source, Pretrained) or not sees(source.options):
         return _stays(f"{weights} has none")
     folder = pathlib.Path(source.folder)
@@ -44,7 +46,7 @@ def new_encoder(weights: Any, runner: Runner) -> Tree | None:
         return _stays(f"that of {weights} is in {folder}, which has no weights now")
     _check(own, folder, source)
     told = (weights, of_files(weights)) if runner.followers else ()
-    return everywhere(runner, "new_encoder", told, lambda: in_memory(lambda: _read(own, folder), own.params))
+    return everywhere(runner, "new_encoder", told, lambda: in_memory(lambda: _read(own, found), own.params))
 
 
 def _stays(why: str) -> None:
@@ -63,6 +65,6 @@ def _check(own: ImageEncoder, folder: pathlib.Path, source: Pretrained) -> None:
         )
 
 
-def _read(own: ImageEncoder, folder: pathlib.Path) -> Tree:
-    read = own.encoder.load(Folder.open(folder))
+def _read(own: ImageEncoder, found: Found) -> Tree:
+    read = with_trained(found, own.encoder, own.encoder.load(Folder.open(pathlib.Path(found.source.folder))))
     return jax.block_until_ready(jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), read, own.params))

@@ -18,6 +18,7 @@ from shardlm.serve.image_encoder import ImageEncoder
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.registry import sees, sight_of
 from shardlm.vision.sight import Sight
+from shardlm.vision.trained import with_trained
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,10 @@ def _cannot(config: EngineConfig, sight: Sight | None) -> str:
     return ""
 
 
-def open_image_encoder(sight: Sight, source: Pretrained, dtype: jnp.dtype, embed_dim: int, mesh: Mesh) -> ImageEncoder:
-    """The encoder of a checkpoint, on the devices of one replica."""
+def open_image_encoder(sight: Sight, found: Found, dtype: jnp.dtype, embed_dim: int, mesh: Mesh) -> ImageEncoder:
+    """The encoder of a checkpoint, or of a run as it was trained, on the devices of one replica."""
     encoder = Encoder.make(sight.encoder, dtype, mesh)
     with bytes_bar("reading the encoder of images", jax.process_index() == 0) as progress:
-        params = encoder.load(Folder.open(pathlib.Path(source.folder)), progress)
+        params = encoder.load(Folder.open(pathlib.Path(found.source.folder)), progress)
+    params = with_trained(found, encoder, params)
     return ImageEncoder(sight, encoder, params, (1 + sight.deep) * embed_dim)

@@ -15,6 +15,7 @@ from shardlm.optim import OptimConfig
 from shardlm.precision import Precision
 from shardlm.rules import Preset
 from shardlm.train.compression import Compression
+from shardlm.vision.parts import EncoderPart
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo"]
 
@@ -31,6 +32,9 @@ class TrainConfig:
                    train.accumulation for all
     z_loss         weight of the squared log-partition; 1e-4 where logits drift
     mtp_loss       weight of the loss of modules that predict further tokens, where the model has any (mtp.py)
+    encoder        what is trained of a checkpoint's encoder of images, beside its language model or adapters on that:
+                   "frozen" nothing, "projector" what brings its vectors into the text's width, "all"
+                   (learned_encoder.py)
     seed           of the initial weights
     log_every      steps between metric lines
     eval_every     steps between evaluations
@@ -47,6 +51,7 @@ class TrainConfig:
     shares: tuple[int, ...] = ()
     z_loss: float = 0.0
     mtp_loss: float = 0.3
+    encoder: EncoderPart = "frozen"
     seed: int = 0
     log_every: int = 10
     eval_every: int = 250

@@ -19,7 +19,7 @@ from shardlm.execution import DTYPES
 from shardlm.merge import merged
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
-from shardlm.opened import Prepared, prepare, trained
+from shardlm.opened import BESIDE, Prepared, prepare, trained
 from shardlm.progress_bar import bytes_bar
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.state import at_rest
@@ -27,6 +27,7 @@ from shardlm.tokenizer import Tokenizer, file_of
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.vision import kept
 from shardlm.vision.registry import sees
+from shardlm.vision.trained import part_of
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,11 @@ def to_hf(
     opened = prepare(checkpoint, dtype=held, mtp=True)
     name, source = "ema" if ema else "params", opened.found.source
     if opened.found.lora.rank and not merge:
+        if (part := part_of(opened.found)) != "frozen":
+            raise ShardlmError(
+                f"{checkpoint} has adapters beside an encoder of images that was trained (train.encoder={part}), and a "
+                "folder of PEFT has adapters alone; write both whole (--merge)"
+            )
         _adapters_to_hf(opened, name, pathlib.Path(output))
         return
     if not hasattr(source, "to_hf"):
@@ -58,6 +64,8 @@ def to_hf(
     beside = folder
     if isinstance(source, Pretrained):
         seeing = kept.whole(hf_files.home(pathlib.Path(source.folder)), source.options)
+        if seeing:
+            seeing = kept.as_trained(seeing, opened.found, name)
         if sees(source.options) and not seeing:
             why = f"the encoder of images is in {source.folder}, which has no weights now"
             log.warning("%s has the text alone, as %s", output, why)
@@ -96,7 +104,7 @@ def _unread(opened: Prepared, name: str) -> Any:
     if found.run and not found.lora.rank:
         with Checkpoints(found.run.checkpoints_dir) as reader:
             # Of modules that predict further tokens as many are read as the model has.
-            return reader.unread_params(model.shapes, found.run.step, name, optional=("mtp",))
+            return reader.unread_params(model.shapes, found.run.step, name, optional=BESIDE)
     base = weights.unread(model, hf_files.Folder.open(found.source.folder), model.held_at_rest(opened.mesh))
     return merged(model, base, _adapters(opened, name)) if found.lora.rank else base
 

@@ -18,7 +18,8 @@ from shardlm.train.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Scores parameters on the validation rows; call it under the program's mesh. `eyes` reads their images."""
+    """Scores parameters on the validation rows; call it under the program's mesh. `eyes` reads their images, with
+    what is trained of the encoder among the parameters."""
 
     program: Program
     data: Prepared
@@ -31,8 +32,9 @@ class Evaluator:
         seq_len = self.program.config.train.seq_len
         rows = local_rows(self.program.batch_sharding, self.program.slots, seq_len)
         sums: dict[str, float] = {}
+        eyes = self.program.eyes(params, self.eyes)
         for batch in self.batches(rows):
-            found = self.compiled(params, frozen, self.program.on_devices(batch, rows, self.eyes))
+            found = self.compiled(params, frozen, self.program.on_devices(batch, rows, eyes))
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
         count = sums.pop(self.program.objective.counted)
         values = {f"validation_{name}": value / count for name, value in sums.items()}

@@ -214,7 +214,7 @@ class Run:
         with self.goodput.measure("evaluation"):
             values = dict(self.evaluator(state.params, state.frozen))
             if state.ema is not None:
-                averaged = jax.jit(lambda ema: self.program.model.place(ema, self.program.rules.rest))(state.ema)
+                averaged = jax.jit(lambda ema: self.program.trained.place(ema, self.program.rules.rest))(state.ema)
                 values["validation_loss_ema"] = self.evaluator(averaged, state.frozen)["validation_loss"]
         self.log.write(self.step, values)
         self.say(f"step {self.step}: " + report.describe_validation(values))

@@ -18,13 +18,14 @@ from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.cudnn_heads import traced_for
-from shardlm.optim import make_optimizer, make_schedule
+from shardlm.optim import ENCODER, make_optimizer, make_schedule
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
 from shardlm.train.batches import slots, to_devices
 from shardlm.train.config import OffloadConfig, RunConfig
+from shardlm.train.learning import SHOWN, Shown, learning
 from shardlm.train.objectives import objective_of
 from shardlm.train.replicas import shares
 from shardlm.train.seeing import Seeing, check_images
@@ -38,8 +39,9 @@ from shardlm.xla_options import XlaOptions, resolve_profile
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A run's functions on its mesh. What it compiles is called under `jax.set_mesh(program.mesh)`. `seeing`: how the
-    images of its data are read, None where they have none."""
+    """A run's functions on its mesh. What it compiles is called under `jax.set_mesh(program.mesh)`. `trained`: what a
+    state has the weights of, the model alone or an encoder of images beside it. `seeing`: how the images of its data
+    are read, None where they have none."""
 
     config: RunConfig
     mesh: Mesh
@@ -48,6 +50,7 @@ class Program:
     tx: optax.GradientTransformation
     objective: Objective
     strategy: Strategy
+    trained: ModelDef
     seeing: Seeing | None = None
 
     @classmethod
@@ -65,14 +68,24 @@ class Program:
             rate = make_schedule(config.optim, config.train.steps)
             objective = objective_of(config, model)
             strategy = choose_strategy(config, model, tx, rate, _step_config(config, spec, objective))
-        return cls(config, mesh, settled.rules, model, tx, objective, strategy)
+        return cls(config, mesh, settled.rules, model, tx, objective, strategy, model)
 
     def that_sees(self, sight: Sight) -> "Program":
         """The same for batches with images. Raises ShardlmError for what does not go with them."""
-        check_images(self.config, self.model.config, sight, self.model.execution.context_attention)
-        shape, width = (len(self.slots), self.config.train.seq_len), self.model.config.embed_dim
-        how = self.batch_sharding, shape, width, self.model.execution.dtype
-        return dataclasses.replace(self, seeing=Seeing.make(sight, *how))
+        config = self.config
+        check_images(config, self.model.config, sight, self.model.execution.context_attention)
+        shape, width = (len(self.slots), config.train.seq_len), self.model.config.embed_dim
+        how = self.batch_sharding, shape, width, self.model.execution.dtype, config.train.encoder, self.rules
+        seeing = Seeing.make(sight, *how)
+        if not seeing.learned:
+            return dataclasses.replace(self, seeing=seeing)
+        with jax.set_mesh(self.mesh):
+            dims = {**self.model.names, ENCODER: seeing.learned.dims}
+            tx, trained = make_optimizer(config.optim, config.train.steps, dims), seeing.learned.beside(self.model)
+        program = dataclasses.replace(self, seeing=seeing, tx=tx, trained=trained)
+        step = _step_config(config, self.rules.mesh, self.objective)
+        strategy = learning(program, make_schedule(config.optim, config.train.steps), step)
+        return dataclasses.replace(program, strategy=strategy)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -105,25 +118,35 @@ class Program:
         found = to_devices(arrays, rows, self.batch_sharding, self.slots)
         if not self.seeing:
             return found
-        with self._tracing():
+        with self.tracing():
             return found | self.seeing(eyes, images)
+
+    def eyes(self, params: Any, still: Any) -> Any:
+        """The weights that read images, of a state's parameters and what `Seeing.load` gives."""
+        return self.seeing.eyes(params, still) if self.seeing else None
+
+    def shown(self, batch: Mapping[str, Any], still: Any) -> dict[str, Any]:
+        """What a step that trains the encoder is told of a batch's images besides; nothing in other runs."""
+        return {SHOWN: Shown(tuple(batch.get("images", ())), still)} if self._learns else {}
 
     def state_shapes(self) -> TrainState:
         """The training state, with each array's dtype and resting sharding on this mesh."""
 
         with jax.set_mesh(self.mesh):
             # Of parameters that are there: drawing them is most of what would be traced.
-            shapes = jax.eval_shape(self._make_state, 0, self.model.shapes)
+            encoder = self.seeing.learned.shapes if self._learns else None
+            shapes = jax.eval_shape(self._make_state, 0, self.model.shapes, encoder)
             shapes = jax.tree.map(lambda s: at_rest(s, self.mesh), shapes)
         shapes = dataclasses.replace(shapes, frozen=self.frozen_shapes())
         return offload.at_rest(shapes, self.config.offload, self.mesh)
 
-    def init(self, params: Any = None, frozen: Any = None) -> TrainState:
-        """A new training state of these parameters (donated, unless the state's are in the host's memory), or of new
-        ones from config.train.seed, created in its shards."""
-        donated = () if self.config.offload.params else 1  # what is on the device makes no room in the host's memory
+    def init(self, params: Any = None, frozen: Any = None, encoder: Any = None) -> TrainState:
+        """A new training state of these parameters and those of an encoder (donated, unless the state's are in the
+        host's memory), or of new ones from config.train.seed, created in its shards."""
+        # What is on the device makes no room in the host's memory.
+        donated = () if self.config.offload.params else (1, 2)
         with jax.set_mesh(self.mesh):
-            state = jax.jit(self._make_state, donate_argnums=donated)(self.config.train.seed, params)
+            state = jax.jit(self._make_state, donate_argnums=donated)(self.config.train.seed, params, encoder)
         return dataclasses.replace(state, frozen=frozen)
 
     def frozen_shapes(self) -> Any:
@@ -145,6 +168,14 @@ class Program:
             return None
         return self._read(jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes))
 
+    def encoder(self) -> Any:
+        """What is trained of that checkpoint's encoder of images, as it begins; None where nothing is."""
+        return self.seeing.load_trained(self.config.model.folder) if self._learns else None
+
+    @property
+    def _learns(self) -> bool:
+        return bool(self.seeing and self.seeing.learned)
+
     def _read(self, shapes: Any) -> Any:
         """Parameters of config.model's checkpoint, each device reading its own."""
         folder = Folder.open(self.config.model.folder)
@@ -159,11 +190,12 @@ class Program:
         """One of the strategy's programs, the state donated."""
         part = self.strategy.programs[name]
         batch = (self.batch_shapes(),) if part.takes_batch else ()
+        given = part.beside() if part.beside else batch
         program = part.function
-        if self.config.offload != OffloadConfig():
+        if self.config.offload != OffloadConfig() and part.changes:
             program = offload.returning(program)
-        with jax.set_mesh(self.mesh), self._tracing():
-            return jax.jit(program, donate_argnums=0).lower(self.state_shapes(), *batch)
+        with jax.set_mesh(self.mesh), self.tracing():
+            return jax.jit(program, donate_argnums=0 if part.changes else ()).lower(self.state_shapes(), *given)
 
     def compile_step(self, options: dict[str, Any]) -> Step:
         """The training step: (its number from 1, state, batch) -> (state, metrics), the state donated."""
@@ -179,7 +211,7 @@ class Program:
 
     def lower_eval(self) -> jax.stages.Lowered:
         """(params, frozen, batch) -> sums of the batch's losses."""
-        with jax.set_mesh(self.mesh), self._tracing():
+        with jax.set_mesh(self.mesh), self.tracing():
             state = self.state_shapes()
             return jax.jit(make_eval_step(self.model, self.objective)).lower(
                 state.params, state.frozen, self.batch_shapes()
@@ -208,7 +240,7 @@ class Program:
             return ModelDef.make(self.model.config, execution)
 
     @contextlib.contextmanager
-    def _tracing(self):
+    def tracing(self):
         """fp32 means float32 products: by default a GPU multiplies float32 in TF32, with a 10-bit mantissa. Kernels ask
         the default device what they are for: it is this mesh's, which may not be there (topology.py). jax's checks of
         cuDNN ask the GPUs of this process instead, unless they are told."""
@@ -221,12 +253,16 @@ class Program:
     def _make_state(self) -> Any:
         make = partial(
             make_state,
-            self.model,
+            self.trained,
             self.tx,
             ema=self.config.optim.ema_decay > 0,
             loss_scaling=self.config.precision == "fp16",
         )
-        return lambda seed, params=None: offload.store(self.strategy.begin(make(seed, params)), self.config.offload)
+
+        def begun(seed, params=None, encoder=None):
+            return offload.store(self.strategy.begin(make(seed, params, encoder)), self.config.offload)
+
+        return begun
 
 
 def _step_config(config: RunConfig, mesh: MeshSpec, objective: Objective) -> StepConfig:

@@ -119,8 +119,7 @@ def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[
         f"{tokens / data.train.num_tokens:.2f} epochs",
     ]
     if program.seeing:
-        where = config.model.folder
-        lines.append(f"images: read by the encoder in {where}, which is not trained; the run sees while that is there")
+        lines.append(_of_images(program))
     if config.preference.beta:
         pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
         lines.append(
@@ -128,6 +127,19 @@ def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[
             f"{reference(program)}"
         )
     return lines
+
+
+def _of_images(program: Program) -> str:
+    where, learned = program.config.model.folder, program.seeing.learned
+    if not learned:
+        return f"images: read by the encoder in {where}, which is not trained; the run sees while that is there"
+    count = sum(math.prod(s.shape) for s in jax.tree.leaves(learned.shapes))
+    part = "all of it" if program.config.train.encoder == "all" else "its projector"
+    return (
+        f"images: read by the encoder in {where}, of which {part} is trained, {count / 1e6:,.3f}M parameters "
+        f"({learned.bytes / 2**20:,.1f} MiB of weights on each device, the optimizer's state beside it); the run sees "
+        "while the folder is there"
+    )
 
 
 def reference(program: Program) -> str:

@@ -22,7 +22,7 @@ from shardlm.train.program import Program
 from shardlm.train.task import Source
 
 # What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
-FIXED = ("model.", "lora.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.")
+FIXED = ("model.", "lora.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.", "train.encoder")
 SHOWN = 4  # options of a config.json that a message names
 
 
@@ -79,7 +79,8 @@ def resume(program: Program, checkpoints: Checkpoints, source: Source) -> tuple[
             else "new weights"
         )
         adapters = ", with new adapters" if program.config.lora.rank else ""
-        return program.init(program.pretrained(), program.frozen()), 0, f"starting from {origin}{adapters}"
+        state = program.init(program.pretrained(), program.frozen(), program.encoder())
+        return state, 0, f"starting from {origin}{adapters}"
     restored = checkpoints.restore(dataclasses.replace(program.state_shapes(), frozen=None))
     source.set_state(restored.data_state)
     state = dataclasses.replace(restored.state, frozen=program.frozen())

@@ -18,6 +18,7 @@ from shardlm.train.evaluate import Evaluator
 from shardlm.train.program import Program
 from shardlm.train.seeing import sight_of_chats
 from shardlm.train.task import with_eyes
+from shardlm.vision.trained import with_trained
 
 
 def score(
@@ -71,6 +72,8 @@ def score(
     with jax.set_mesh(program.mesh):
         shapes = program.state_shapes().params
         params = trained(found, program.model, shapes, program.mesh, name="ema" if ema else "params")
+        if program.seeing:
+            eyes = with_trained(found, program.seeing.encoder, eyes, "ema" if ema else "params")
         evaluator = Evaluator(program, data, program.lower_eval().compile(), eyes)
         values = evaluator(params, program.frozen())
     names = {"validation_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits_per_byte"}

@@ -1,5 +1,5 @@
-"""The images of a batch, read by a checkpoint's encoder, which stands still while the rest is trained: one image on
-each device at a time, whose vectors go to the tokens that stand for them. Who reads what is looks.py's."""
+"""The images of a batch, read by a checkpoint's encoder: one image on each device at a time, whose vectors go to the
+tokens that stand for them. Who reads what is looks.py's, how an encoder is trained learned_encoder.py's."""
 
 import dataclasses
 import functools
@@ -20,10 +20,14 @@ from shardlm.mesh import shard_map
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cudnn_heads import traced_for
+from shardlm.optim import ENCODER
 from shardlm.progress_bar import bytes_bar
+from shardlm.rules import Rules
 from shardlm.train.config import RunConfig
+from shardlm.train.learned_encoder import Learned, in_use, learn, no_sums, parts_of, sums_of
 from shardlm.train.looks import Look, Readers
 from shardlm.vision.encoder import Encoder
+from shardlm.vision.parts import EncoderPart
 from shardlm.vision.registry import TEXT_ALONE, sees, sight_of, takes
 from shardlm.vision.sight import Sight
 
@@ -39,6 +43,7 @@ class Seeing:
     rows     of every array of a batch, [B, T, ...]
     shape    (B, T) of the arrays on the devices
     width    numbers of a vector
+    learned  what is trained of the encoder, None: nothing
     """
 
     sight: Sight
@@ -46,11 +51,24 @@ class Seeing:
     rows: NamedSharding
     shape: tuple[int, int]
     width: int
+    learned: Learned | None = None
 
     @classmethod
-    def make(cls, sight: Sight, rows: NamedSharding, shape: tuple[int, int], width: int, dtype) -> "Seeing":
-        """Of a model whose stream has this width, computed with in `dtype`."""
-        return cls(sight, Encoder.make(sight.encoder, dtype, rows.mesh), rows, shape, (1 + sight.deep) * width)
+    def make(
+        cls,
+        sight: Sight,
+        rows: NamedSharding,
+        shape: tuple[int, int],
+        width: int,
+        dtype,
+        part: EncoderPart = "frozen",
+        rules: Rules | None = None,
+    ) -> "Seeing":
+        """Of a model whose stream has this width, computed with in `dtype`; `rules` say where the `part` of it rests
+        that is trained. Raises ShardlmError where it has none."""
+        encoder = Encoder.make(sight.encoder, dtype, rows.mesh, learns=part == "all")
+        learned = Learned.make(encoder, part, rules, rows.mesh) if part != "frozen" else None
+        return cls(sight, encoder, rows, shape, (1 + sight.deep) * width, learned)
 
     @property
     def mesh(self) -> Mesh:
@@ -92,34 +110,67 @@ class Seeing:
         return Readers(self.sight, groups, each, slots, here)
 
     def load(self, folder: str) -> Any:
-        """The encoder's weights, of a checkpoint's folder."""
-        with bytes_bar("reading the encoder of images", jax.process_index() == 0) as progress:
-            return self.encoder.load(Folder.open(pathlib.Path(folder)), progress)
+        """The weights of the encoder that no step changes, of a checkpoint's folder."""
+        shapes = self.encoder.shapes
+        return self._load(folder, parts_of(self.learned, shapes)[1] if self.learned else shapes)
 
-    def __call__(self, params: Any, looks: Sequence[Look]) -> dict[str, jax.Array]:
+    def load_trained(self, folder: str) -> Any:
+        """Those that are trained, as they begin: float32, where they rest."""
+        return self._load(folder, self.learned.shapes)
+
+    def _load(self, folder: str, shapes: Any) -> Any:
+        if not shapes:
+            return {}
+        with bytes_bar("reading the encoder of images", jax.process_index() == 0) as progress:
+            return self.encoder.load(Folder.open(pathlib.Path(folder)), progress, shapes)
+
+    def eyes(self, params: Any, still: Any) -> Any:
+        """The weights that read, of trained parameters (a state's) and of what `load` gives."""
+        return in_use(self.encoder, params[ENCODER], still) if self.learned else still
+
+    def __call__(self, eyes: Any, looks: Sequence[Look]) -> dict[str, jax.Array]:
         """A batch's "seen", "vectors" and, where the tokens of an image see all of it, "until", under the run's
         mesh."""
         vectors = _nothing(self)
         for look in looks:
-            arguments = self._inputs(look), self._on_devices(look.counts), self._taken(look)
-            vectors = _read(self, params, vectors, *arguments)
+            vectors = _read(self, eyes, vectors, *self._arguments(look))
         taken = [one for look in looks for one in look.taken]
         found = {VECTORS: vectors, SEEN: self._by_row(taken, lambda one: 1, 0)}
         if self.sight.whole:
             found[UNTIL] = self._by_row(taken, lambda one: one.takes[-1], np.arange(self.shape[1]))
         return found
 
+    def gradients(self, eyes: Any, looks: Sequence[Look], wanted: jax.Array) -> Any:
+        """Sums of the gradients of what is trained of the encoder on each device (learned_encoder.sums_of), of the
+        images that `__call__` read with the same weights, from those of the vectors."""
+        sums, params = no_sums(self.learned, self.by_device), parts_of(self.learned, eyes)
+        for look in looks:
+            sums = learn(self, params, sums, *self._arguments(look), wanted)
+        return sums
+
+    def _arguments(self, look: Look) -> tuple:
+        return self._inputs(look), self._on_devices(look.counts), self._taken(look)
+
     def lower(self, size: int) -> jax.stages.Lowered:
         """The program that reads an image of at most so many patches on each device, `vectors` donated."""
+        with jax.set_mesh(self.mesh), traced_for(self.mesh.devices.flat[0]):
+            return _read.lower(self, self.encoder.shapes, self.shapes()[VECTORS], *self._shown(size))
+
+    def lower_gradients(self, size: int) -> jax.stages.Lowered:
+        """The program on the way back from them, sums donated."""
+        params, sums = parts_of(self.learned, self.encoder.shapes), sums_of(self.learned, self.by_device)
+        with jax.set_mesh(self.mesh), traced_for(self.mesh.devices.flat[0]):
+            return learn.lower(self, params, sums, *self._shown(size), self.shapes()[VECTORS])
+
+    def _shown(self, size: int) -> tuple:
+        """The shapes of `_arguments`."""
         devices = (self.mesh.size,)
         inputs = {
             name: jax.ShapeDtypeStruct((*devices, *a.shape), a.dtype, sharding=self.by_device)
             for name, a in self.encoder.inputs(size).items()
         }
         counts = jax.ShapeDtypeStruct(devices, jnp.int32, sharding=self.by_device)
-        index = jax.ShapeDtypeStruct(self.shape, jnp.int32, sharding=self.rows)
-        with jax.set_mesh(self.mesh), traced_for(self.mesh.devices.flat[0]):
-            return _read.lower(self, self.encoder.shapes, self.shapes()[VECTORS], inputs, counts, index)
+        return inputs, counts, jax.ShapeDtypeStruct(self.shape, jnp.int32, sharding=self.rows)
 
     def _inputs(self, look: Look) -> dict[str, jax.Array]:
         found = {}

@@ -25,6 +25,7 @@ from shardlm.train.check import (
     check_remat,
 )
 from shardlm.train.config import RunConfig
+from shardlm.train.learned_encoder import check_encoder
 from shardlm.train.lora import check_lora
 from shardlm.train.mtp import check_mtp
 from shardlm.train.offload import check_offload
@@ -73,6 +74,7 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_lora(config)
     check_preference(config)
     check_policy(config)
+    check_encoder(config)
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
     heads = {(a.head_dim, a.value_dim) for a in shape.attention_kinds}

@@ -186,34 +186,47 @@ def gradients(model: ModelDef, params: Any, batch: Batch, scale: jax.Array, conf
 def accumulated(model: ModelDef, params: Any, batch: Batch, weights: Any, config: StepConfig, count):
     """Gradients of the weighted loss and its parts, summed over the first `count` (an int or int32 scalar) of the
     config's microbatches."""
+    grads, _, parts = accumulated_with({}, model, params, batch, weights, config, count)
+    return grads, parts
+
+
+def accumulated_with(own: Batch, model: ModelDef, params: Any, batch: Batch, weights: Any, config: StepConfig, count):
+    """(gradients, those of `own`, parts) of the batch with these arrays of its tokens, [B, T, ...], besides."""
     rules = model.execution.rules
-    grad = jax.value_and_grad(lambda p, b, w: config.objective.sums(model, p, b, w), has_aux=True)
+    sums = config.objective.sums
+    grad = jax.value_and_grad(lambda p, o, b, w: sums(model, p, b | o, w), argnums=(0, 1), has_aux=True)
 
     once = jax.jit(grad, inline=True)  # traced once for its types and the loop
 
     def micro(i, carry):
-        total, grads = carry
-        (_, parts), new = once(params, *jax.tree.map(lambda a: a[i], split))
+        total, grads, of_own = carry
+        (_, parts), (new, new_own) = once(params, *jax.tree.map(lambda a: a[i], split))
         new = model.place(new, rules.grads)
-        return jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new)
+        of_own = jax.tree.map(lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), of_own, new_own)
+        return jax.tree.map(jnp.add, total, parts), jax.tree.map(jnp.add, grads, new), of_own
 
     if config.one_f_one_b:
         # Of next tokens, which all pipelines train on.
         rows = training_rows(model, batch, weights, config.objective.mtp_loss)
         losses = row_losses(config.objective.z_loss, config.objective.mtp_loss), with_auxiliary
         (_, parts, aux), grads = one_f_one_b.loss_and_gradients(model, params, rows, losses)
-        parts = parts | aux
+        parts, of_own = parts | aux, {}
         grads = model.place(grads, rules.grads)
     elif config.accumulation == 1 or rules.mesh.pipeline > 1:  # a pipeline takes the microbatches in one call
-        (_, parts), grads = grad(params, batch, weights)
+        (_, parts), (grads, of_own) = grad(params, own, batch, weights)
         grads = model.place(grads, rules.grads)
     else:
         zeros = model.place(jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), rules.grads)
-        split = jax.tree.map(lambda a: microbatches(a, config.accumulation, rules), (batch, weights))
+        split = jax.tree.map(lambda a: microbatches(a, config.accumulation, rules), (own, batch, weights))
         parts = jax.eval_shape(once, params, *jax.tree.map(lambda a: a[0], split))[0][1]
-        start = (jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), parts), zeros)
-        parts, grads = jax.lax.fori_loop(0, _kept_from_xla(count), micro, start)
-    return grads, parts
+        start = (jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), parts), zeros, jax.tree.map(_zeros, split[0]))
+        parts, grads, of_own = jax.lax.fori_loop(0, _kept_from_xla(count), micro, start)
+        of_own = jax.tree.map(lambda a: together_again(a, rules), of_own)
+    return grads, of_own, parts
+
+
+def _zeros(a: jax.Array) -> jax.Array:
+    return jnp.zeros(a.shape, a.dtype, out_sharding=jax.typeof(a).sharding)
 
 
 def _kept_from_xla(count: int | jax.Array) -> jax.Array:
@@ -255,6 +268,12 @@ def microbatches(a: jax.Array, count: int, rules: Rules) -> jax.Array:
     return jnp.moveaxis(split, 1, 0)
 
 
+def together_again(a: jax.Array, rules: Rules) -> jax.Array:
+    """What `microbatches` made, as it was."""
+    a = jnp.moveaxis(a, 0, 1)
+    return a.reshape(-1, *a.shape[2:], out_sharding=rules.act.spec("batch", "whole_seq"))
+
+
 def filled_microbatches(batch: Batch, count: int) -> jax.Array:
     """How many microbatches there are up to the last that holds a token, at least 1: an int32 scalar."""
     filled = jnp.any(batch["segment_ids"] > 0, axis=1)  # [B], row r in microbatch r % count
@@ -276,12 +295,29 @@ def make_train_step(
     made so far), tokens, attention_pairs (query-key pairs attended, for the FLOP count), finite (1 or 0), the state's
     skipped and bad_steps and, in fp16, loss_scale.
     """
-    rules = model.execution.rules
+    update = make_update(model, tx, rate, config)
 
     def step(state: TrainState, batch: Batch):
-        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+        scale = scale_of(state)
         found = offload.with_copy(gradient or whole_batch(model.bound(state.frozen), config), model.execution.dtype)
         grads, losses, link = found(state.params, batch, scale, state.link)
+        return update(state, batch, grads, losses, link)
+
+    return step
+
+
+def scale_of(state: TrainState) -> jax.Array:
+    """What the loss is multiplied by."""
+    return state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+
+
+def make_update(model: ModelDef, tx: optax.GradientTransformation, rate: optax.Schedule, config: StepConfig):
+    """What a step does with its gradients, where the optimizer rests: (state, batch, gradients, losses, link) -> (the
+    new state, metrics), as `make_train_step` has them. Of the batch "segment_ids" and "positions" are counted."""
+    rules = model.execution.rules
+
+    def step(state: TrainState, batch: Batch, grads, losses, link):
+        scale = scale_of(state)
         norm = optax.tree.norm(weight_gradients(grads))
         finite = jnp.isfinite(norm) & jnp.isfinite(losses["loss"])
         if config.clip_norm:

@@ -29,11 +29,14 @@ BESIDE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 1000}
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A function to compile: of (state, batch) or, without `takes_batch`, of (state,); with compiler options of its
-    own."""
+    own. `changes`: it gives a new state first, for one that is donated. `beside`: shapes of what it takes after the
+    state instead of a batch."""
 
     function: Callable
     takes_batch: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    changes: bool = True
+    beside: Callable[[], tuple] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

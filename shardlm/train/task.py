@@ -66,7 +66,7 @@ class Task(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Texts:
     """Documents, conversations or pairs, which are rows of tokens before the run begins; `eyes` are the weights that
-    read the images in them, None where there are none."""
+    read the images in them, but for those that are trained, None where there are none."""
 
     program: Program
     data: Prepared
@@ -105,8 +105,14 @@ class Texts:
 
 
 def with_eyes(program: Program, data: Prepared, sight: Sight | None) -> tuple[Program, Any]:
-    """(the program that reads the images of these data, the weights that see them): where they have none, the program
-    as it is and None. Raises ShardlmError for what does not go with images."""
+    """(the program that reads the images of these data, the weights that see them but for those that are trained):
+    where they have none, the program as it is and None. Raises ShardlmError for what does not go with images, and for
+    an encoder to train without any."""
+    if data.train.image_token is None and (part := program.config.train.encoder) != "frozen":
+        raise ShardlmError(
+            f"train.encoder={part}: the training data have no images to train it on; set it to frozen, or data.train "
+            "to conversations with images"
+        )
     if data.train.image_token is None and data.validation.image_token is None:
         return program, None
     program = program.that_sees(sight)
@@ -145,9 +151,12 @@ class Rows:
 
     def next(self, state: TrainState) -> tuple[Batch, dict[str, float]]:
         try:
-            return self.program.on_devices(next(self.loader), self.rows, self.eyes), {}
+            batch = next(self.loader)
         except StopIteration:
             raise ShardlmError("the training data ended; set data to more text or train.steps to fewer") from None
+        eyes = self.program.eyes(state.params, self.eyes)
+        arrays = self.program.on_devices(batch, self.rows, eyes)
+        return arrays | self.program.shown(batch, self.eyes), {}
 
     def get_state(self) -> dict[str, Any]:
         return self.loader.get_state()

@@ -54,6 +54,7 @@ class Encoder:
     graph   NNX graph definition
     shapes  tree of jax.ShapeDtypeStruct of its parameters, with their shardings on the mesh
     layers  by path of a stacked parameter, how many it has
+    dims    by path, (stack_names, names) of a parameter's dimensions
     """
 
     config: Seeing
@@ -61,20 +62,24 @@ class Encoder:
     graph: nnx.GraphDef
     shapes: Tree
     layers: Mapping[tuple, int]
+    dims: Mapping[tuple, tuple[tuple, tuple]]
 
     @classmethod
-    def make(cls, config: Seeing, dtype: jnp.dtype, mesh: Mesh) -> "Encoder":
-        """Traces the constructor without creating anything. Weights are held, and computed with, in `dtype`."""
+    def make(cls, config: Seeing, dtype: jnp.dtype, mesh: Mesh, learns: bool = False) -> "Encoder":
+        """Traces the constructor without creating anything. Weights are held, and computed with, in `dtype`. `learns`:
+        gradients of its tower are made, each layer anew from what it was given."""
         dtype, head = jnp.dtype(dtype), config.tower.each
-        kind = attention.choose("auto", mesh.devices.flat[0], dtype, [(head, head)], trained=False)
-        execution = Execution(Rules.make("replicated", MeshSpec()), dtype, attention=kind)
+        kind = attention.choose("auto", mesh.devices.flat[0], dtype, [(head, head)], trained=learns)
+        remat = "full" if learns else "none"
+        execution = Execution(Rules.make("replicated", MeshSpec()), dtype, remat, attention=kind)
         with jax.set_mesh(mesh):
             graph, state = nnx.split(nnx.eval_shape(lambda: config.module(Params(None, execution.rules))))
         whole = NamedSharding(mesh, PartitionSpec())
         flat = flatten_dict(nnx.to_pure_dict(state))
         shapes = {path: jax.ShapeDtypeStruct(s.shape, execution.dtype, sharding=whole) for path, s in flat.items()}
-        stacked = {path: v.shape[0] for path, v in nnx.to_flat_state(state) if v.get_metadata("stack_names")}
-        return cls(config, execution, graph, unflatten_dict(shapes), stacked)
+        dims = {path: (v.get_metadata("stack_names"), v.get_metadata("names")) for path, v in nnx.to_flat_state(state)}
+        stacked = {path: shapes[path].shape[0] for path, (stack, _) in dims.items() if stack}
+        return cls(config, execution, graph, unflatten_dict(shapes), stacked, dims)
 
     @property
     def bytes(self) -> int:
@@ -85,13 +90,20 @@ class Encoder:
         """The shapes that a program for so many patches is called with."""
         return {name: jax.ShapeDtypeStruct((patches, *own), dtype) for name, (own, dtype) in self.config.inputs.items()}
 
-    def load(self, folder: Folder, progress: Callable[[int, int], None] = lambda done, total: None) -> Tree:
-        """The parameters of a checkpoint. `progress` is called with (bytes read, bytes to read).
+    def load(
+        self,
+        folder: Folder,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        shapes: Tree | None = None,
+    ) -> Tree:
+        """The parameters of a checkpoint, or those of `shapes`, in the dtypes and where these say. `progress` is called
+        with (bytes read, bytes to read).
 
         Raises ShardlmError for tensors that are missing, left over, or of another shape, all named.
         """
-        shapes, names, tensors = flatten_dict(self.shapes), self.config.names(), self.config.tensors
-        return unflatten_dict(tower_weights.load(shapes, self.layers, names, tensors, folder, progress))
+        whole, names, tensors = flatten_dict(self.shapes), self.config.names(), self.config.tensors
+        wanted = whole if shapes is None else flatten_dict(shapes)
+        return unflatten_dict(tower_weights.load(wanted, whole, self.layers, names, tensors, folder, progress))
 
     def __call__(self, params: Tree, inputs: Mapping[str, jax.Array], count: jax.Array) -> jax.Array:
         """The vectors [P // merged, width] of one image; for use inside jit, under the mesh.
@@ -102,9 +114,14 @@ class Encoder:
         return nnx.merge(self.graph, params)(inputs, count, self.execution)
 
 
-def parameters_of(config: Seeing) -> int:
-    """How many an encoder has. Needs no devices."""
+def shapes_of(config: Seeing) -> dict[tuple, tuple[int, ...]]:
+    """The shapes of an encoder's parameters by path. Needs no devices."""
     rules = Rules.make("replicated", MeshSpec())
     with jax.sharding.use_abstract_mesh(MeshSpec().abstract()):
         state = nnx.state(nnx.eval_shape(lambda: config.module(Params(None, rules))))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.to_pure_dict(state)))
+    return {path: leaf.shape for path, leaf in flatten_dict(nnx.to_pure_dict(state)).items()}
+
+
+def parameters_of(config: Seeing) -> int:
+    """How many an encoder has. Needs no devices."""
+    return sum(map(math.prod, shapes_of(config).values()))

@@ -91,6 +91,7 @@ class Tower(nnx.Module):
             return (x, kept.at[slot].set(x, mode="drop") if len(keep) else kept), None
 
         kept = jnp.zeros((len(keep), *x.shape), x.dtype)
+        layer = layer if execution.remat == "none" else jax.checkpoint(layer, prevent_cse=False)
         (x, kept), _ = jax.lax.scan(layer, (x, kept), (stacked, jnp.asarray(slot), whole))
         return x, kept
 

@@ -50,18 +50,19 @@ class _Leaf:
 
 def load(
     shapes: Mapping[Path, jax.ShapeDtypeStruct],
+    whole: Mapping[Path, jax.ShapeDtypeStruct],
     layers: Mapping[Path, int],
     names: Names,
     tensors: Tensors,
     folder: Folder,
     progress: Callable[[int, int], None],
 ) -> dict[Path, jax.Array]:
-    """All parameters; `layers` says of which the first dimension counts layers. Tensors in few bits are read as the
-    numbers that they stand for. Raises as Encoder.load."""
+    """The parameters of `shapes`, of an encoder that has those of `whole`; `layers` says of which the first dimension
+    counts layers. Tensors in few bits are read as the numbers that they stand for. Raises as Encoder.load."""
     stored = {renamed(name, tensors.renames): one for name, one in dequantised(folder.tensors, folder.config).items()}
     stored = {name: one for name, one in stored.items() if name.startswith(tensors.prefixes)}
     leaves = _leaves(shapes, layers, names)
-    _check(needed(shapes, layers, names), stored, tensors)
+    _check(needed(whole, layers, names), stored, tensors)
     done, total, made = 0, sum(s.size * s.dtype.itemsize for s in shapes.values()), {}
     for leaf in leaves:
         target = shapes[leaf.path]

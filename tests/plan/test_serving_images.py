@@ -5,12 +5,14 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 
 import page_checker
 import pytest
 
 from shardlm.bench.published_encoders import ENCODERS, sight_named
 from shardlm.config import load
+from shardlm.data.config import DataConfig
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
@@ -130,26 +132,36 @@ def test_a_step_of_training_on_images(qwen):
     config = load(str(CONFIGS / "llama3_8b.py"))
     config = dataclasses.replace(config, mesh=MeshSpec(fsdp=4, context=2))
     train = config.train
-    found = TrainingImages.of(Sketch.of(config, GPUS["h100"]), rows)
+    sketch = Sketch.of(config, GPUS["h100"])
+    found = TrainingImages.of(sketch, rows)
     assert found.encoder_bytes == 2 * qwen.seen.parameters
     assert found.vector_bytes == 2 * 3584 * train.global_batch * train.seq_len // 8
     calls = math.ceil(train.global_batch / 4 * 1.5 / 2)
     assert found.encoder_seconds == calls * speed_of(case_of(qwen, 1)).image_seconds
+    assert found.learned_bytes == 0
+    # float32 weights and adamw's two moments over eight devices, sums of gradients whole, five times through it.
+    learns = dataclasses.replace(config, train=dataclasses.replace(train, encoder="all"))
+    all_of_it = TrainingImages.of(dataclasses.replace(sketch, config=learns), rows)
+    assert all_of_it.learned_bytes == pytest.approx((12 / 8 + 4) * qwen.seen.parameters, rel=0.01)
+    assert all_of_it.encoder_seconds == pytest.approx(5 * found.encoder_seconds)
 
 
 def test_what_a_plan_of_training_says_of_images(folder):
-    train = TrainConfig(global_batch=64, seq_len=2048, mtp_loss=0.0)
-    config = RunConfig(Pretrained(str(folder)), precision="bf16", remat="full", train=train)
+    train = TrainConfig(global_batch=64, seq_len=2048, mtp_loss=0.0, encoder="projector")
+    data = DataConfig(chat_template=str(folder))
+    config = RunConfig(Pretrained(str(folder)), data=data, precision="bf16", remat="full", train=train)
     images = RowImages.asked("1.5@448x896", config)
     assert images.tokens == 512 and images.image.patches == 2048
     found = answer(config, cluster_of("h100", None, 8), Constraints.parse(["mesh.fsdp=8"]))
     told = report.to_json(found, images=images)
     added = TrainingImages.of(found.best.plan.sketch, images)
     free = found.best.plan.gpu.hbm_bytes - found.best.plan.memory.total
-    assert told["images"]["left_bytes"] == free - added.encoder_bytes - added.vector_bytes > 0
+    own = added.encoder_bytes + added.learned_bytes + added.vector_bytes
+    assert told["images"]["left_bytes"] == free - own > 0 and added.learned_bytes > 0
     assert told["images"]["encoder_seconds"] == added.encoder_seconds > 0
     text = " ".join(report_text.to_text(told).split())
     assert "With 1.5 images of 448 x 896 pixels (height x width) in each row, 512 tokens each: their encoder" in text
+    assert re.search(r"GiB a GPU, training it [\d.]+ GiB more and", text)
     assert "None of it is in the figures above, beside which it leaves" in text
     page = report_html.to_html(told)
     page_checker.check(page)

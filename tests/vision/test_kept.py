@@ -4,14 +4,22 @@ import json
 import pathlib
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
+from flax.traverse_util import flatten_dict
 from served import SIZES
 
 from shardlm import LLM
 from shardlm.hf_files import Folder, Planned, write_folder
+from shardlm.mesh import MeshSpec
 from shardlm.train.convert import opened_by, to_hf, to_run
+from shardlm.unread import Unread
+from shardlm.vision.encoder import Encoder
+from shardlm.vision.registry import sight_of
+from shardlm.vision.trained import in_map, tensors_of, trained_of
 
 BESIDE = ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -39,6 +47,24 @@ def changed(folder: pathlib.Path, of: dict[str, np.ndarray], **options) -> pathl
 
     write_folder(other, planned, config, finish)
     return other
+
+
+@pytest.mark.parametrize("name", references.NAMES)
+def test_what_a_run_trained_of_an_encoder_is_written_as_it_is_read(name):
+    """Bit for bit: every weight of every family, back into the tensors that it was read from."""
+    folder = Folder.open(references.HOME / name)
+    sight = sight_of(references.HOME / name, folder.config)
+    encoder = Encoder.make(sight.encoder, jnp.float32, MeshSpec().build(jax.devices()[:1]))
+    read = {path: np.asarray(a) for path, a in flatten_dict(encoder.load(folder)).items()}
+    made = tensors_of(encoder, {path: Unread(a.shape, a.dtype, a.__getitem__) for path, a in read.items()})
+    named = {in_map(encoder, name): stored for name, stored in folder.tensors.items()}
+    assert made and made.keys() <= named.keys()
+    for tensor, make in made.items():
+        expected = np.asarray(named[tensor].read(...), np.float32)
+        found = make(np.dtype(np.float32))
+        assert found.shape == expected.shape and np.array_equal(found, expected), tensor
+    of_projector = trained_of(encoder, "projector")
+    assert of_projector and of_projector < trained_of(encoder, "all") <= read.keys()
 
 
 @pytest.mark.parametrize("name", references.NAMES)

@@ -70,7 +70,7 @@ def to_json(
 def _images(best: Ranked, images: RowImages) -> dict[str, Any]:
     """What they add to the first plan, estimated, and whether there is room for them beside it."""
     added = TrainingImages.of(best.plan.sketch, images)
-    needed = _needed(best) + added.encoder_bytes + added.vector_bytes
+    needed = _needed(best) + added.encoder_bytes + added.learned_bytes + added.vector_bytes
     return {
         "per_row": images.count,
         "size": list(images.size),
