@@ -28,5 +28,6 @@ def axes_of(length: int, placed: Sequence[Placed]) -> tuple[np.ndarray, int]:
         position += max(rows, columns) * each.last
         token = each.end
     axes[:, token:] = position + np.arange(length - token)
-    # Of a video that lasts longer than what follows it is long, the time is ahead.
-    return axes, max(position + length - token, int(axes[0].max(initial=-1)) + 1)
+    # The time of a long video may be ahead of what follows: transformers' `generate` counts on from the last token all
+    # the same, and not from there, as its `rope_deltas` and vLLM do.
+    return axes, position + length - token

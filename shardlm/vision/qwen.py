@@ -4,6 +4,7 @@ https://arxiv.org/abs/2511.21631) and Qwen 3.5, which has Qwen3-VL's; and that o
 with fewer heads of keys and values."""
 
 import dataclasses
+import logging
 import math
 import pathlib
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.param import Params
 from shardlm.models.hf_options import Options
@@ -25,6 +27,8 @@ from shardlm.vision.qwen_videos import ASKS, QwenVideos
 from shardlm.vision.sight import Sight, Videos
 from shardlm.vision.tower import TowerConfig
 from shardlm.vision.tower_weights import Tensors
+
+log = logging.getLogger(__name__)
 
 LAYER, RMS = NormConfig("layer", 1e-6), NormConfig("rms", 1e-6)
 IMAGE = 151_655  # the token, where a config.json does not say
@@ -103,10 +107,15 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
 
 def _videos(
     folder: pathlib.Path, options: Mapping[str, Any], config: QwenConfig, images: QwenImages, asked: Mapping[str, Any]
-) -> Videos:
+) -> Videos | None:
+    """None where they cannot be read as the folder says, which is logged."""
     ends = tuple(options.get(name) or usual for name, usual in ENDS.items()) if config.side else ()
     token = options.get("video_token_id") or VIDEO
-    prepare = QwenVideos.told(video_processing(folder), images, token, ends, config.seconds)
+    try:
+        prepare = QwenVideos.told(video_processing(folder), images, token, ends, config.seconds)
+    except ShardlmError as error:
+        log.warning("videos are not read: %s", error)
+        return None
     return Videos(token, prepare.asked({name: asked[name] for name in ASKS if name in asked}), ASKS)
 
 

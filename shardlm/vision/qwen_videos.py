@@ -17,6 +17,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.vision.asked import count_asked, edges_asked, number_asked, rate_asked
+from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels
 from shardlm.vision.picture import Clip
 from shardlm.vision.qwen_images import LONGEST, QwenImages, resized_to
 from shardlm.vision.video import Encode, Video
@@ -29,13 +30,14 @@ UNKNOWN = 24.0  # of frames of which nobody says how many a second are
 
 @dataclasses.dataclass(frozen=True)
 class QwenVideos:
-    """images: how its frames become patches; token: that stands for a vector; ends: tokens around those of a picture,
-    (): times are no texts; fewest, most: pixels, of a frame or (`timed`) of all; rate, number: frames a second, or of a
-    video, that are sampled, None: it is not said; least_frames, most_frames: of a video that is sampled by rate;
-    sample: whether frames that are given are sampled too; seconds: positions a second on the axis of time, 0: one for
-    each picture; capped: tokens that bound a video's pixels further, 0: none do."""
+    """images: how frames become patches; pixels: how they are resized; token: that stands for a vector; ends: tokens
+    around those of a picture, (): times are no texts; fewest, most: pixels, of a frame or (`timed`) of all; rate,
+    number: frames a second, or of a video, that are sampled, None: it is not said; least_frames, most_frames: of one
+    that is sampled by rate; sample: whether frames that are given are sampled too; seconds: positions a second on the
+    axis of time, 0: one for each picture; capped: tokens that bound a video's pixels further, 0: none do."""
 
     images: QwenImages
+    pixels: Pixels
     token: int
     ends: tuple[int, ...]
     fewest: float
@@ -68,8 +70,15 @@ class QwenVideos:
         size = {name: n for name, n in (told.get("size") or {}).items() if n}
         fewest = told.get("min_pixels") if not timed else None
         most = told.get("max_pixels") if not timed else None
+        pixels = Pixels.told(told, **({} if timed else {"mean": CLIP_MEAN, "std": CLIP_STD}))
+        if dataclasses.replace(pixels, resample=images.pixels.resample) != images.pixels:
+            raise ShardlmError(
+                f"the folder has image_mean={pixels.mean} and image_std={pixels.std} for videos and "
+                f"{images.pixels.mean} and {images.pixels.std} for images"
+            )
         found = cls(
             images,
+            pixels,
             token,
             ends,
             fewest or size.get("shortest_edge") or 128 * (32 if timed else 28) ** 2,
@@ -229,7 +238,7 @@ class QwenPlanned:
     def clip(self, encode: Encode) -> Clip:
         """Reads the frames. Raises ShardlmError."""
         how, frames = self.how, self.how.frames
-        read = self.video.read(self.indices, lambda pixels: how.images.pixels.resized(pixels, *self.size))
+        read = self.video.read(self.indices, lambda pixels: how.pixels.resized(pixels, *self.size))
         read += [read[-1]] * (-len(read) % frames)
         pictures = tuple(how.images.picture(read[i : i + frames]) for i in range(0, len(read), frames))
         each = pictures[0].vectors
