@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.vision.picture import Clip
 from shardlm.vision.read import pixels_of
 from shardlm.vision.video import BadVideo, Video, video_of_frames
 from shardlm.vision.video_files import MAX_BYTES, video_of_file, video_of_url
@@ -34,7 +35,7 @@ def _is_whole(value: Any) -> bool:
     """Whether an element of a list is a video, and no frame of one."""
     if isinstance(value, np.ndarray):
         return value.ndim == 4
-    return isinstance(value, str | os.PathLike | bytes | bytearray | list | tuple)
+    return isinstance(value, Clip | str | os.PathLike | bytes | bytearray | list | tuple)
 
 
 def video_of(value: Any) -> Video:

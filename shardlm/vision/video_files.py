@@ -152,8 +152,8 @@ def _opened(file: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
             raise BadVideo("a video's file has no frames, only sound or text")
         stream = container.streams.video[0]
         codec = stream.codec_context
-        if codec is None or codec.name.removeprefix("lib").split("dav1d")[0] not in ("", *CODECS):
-            name = "unknown" if codec is None else codec.name
+        name = "unknown" if codec is None else codec.codec.canonical_name
+        if name not in CODECS:
             raise BadVideo(f"a video is coded as {name}; it is one of {', '.join(CODECS)}")
         check_size(codec.width, codec.height)
         codec.options = bound

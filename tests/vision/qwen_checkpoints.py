@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from films import patchified
-from seeing import written
+from seeing import functions_of, written
 from served import drawn, with_tokenizer
 
 from shardlm.vision.images import CLIP_MEAN, CLIP_STD
@@ -104,3 +103,16 @@ def inputs(
         found["second_per_grid_ts"] = torch.tensor([2 / rate for _, rate in films])
     ids = torch.tensor([list(ids)])
     return {**found, "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+
+
+def patchified(
+    frames: Sequence[np.ndarray], patch: int, merge: int, together: int, mean=CLIP_MEAN, std=CLIP_STD
+) -> tuple[Any, list[int]]:
+    """(pixel_values_videos, [t, h, w]) of frames that have their size, as the processors' `patchify` makes them."""
+    import torch
+
+    [patchify] = functions_of("qwen2_vl/video_processing_qwen2_vl.py", "patchify")
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(a)[:, None, None] for a in (mean, std))
+    values, *grid = patchify(None, ((pixels - mean) / std)[None], patch, merge, together)
+    return values[0], grid

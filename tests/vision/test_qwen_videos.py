@@ -5,8 +5,8 @@ import types
 
 import numpy as np
 import pytest
-from films import film, patchified
-from qwen_checkpoints import IMAGE, VIDEO, folder_of
+from films import film
+from qwen_checkpoints import IMAGE, VIDEO, folder_of, patchified
 from seeing import Eyes, close, functions_of
 
 from shardlm.errors import ShardlmError
