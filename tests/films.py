@@ -13,15 +13,17 @@ def film(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.stack([still[:, 3 * i : 3 * i + width] for i in range(frames)])
 
 
-def file_of(frames: np.ndarray, rate: int = 8, kind: str = "mp4", codec: str = "libx264", **options: str) -> bytes:
+def file_of(
+    frames: np.ndarray, rate: int = 8, kind: str = "mp4", codec: str = "libx264", pixels: str = "yuv420p"
+) -> bytes:
     """A file of them, by PyAV."""
     import av
 
     out = io.BytesIO()
     with av.open(out, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=rate, options=options)
+        stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
+        stream.pix_fmt = pixels
         for frame in frames:
             for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")):
                 container.mux(packet)

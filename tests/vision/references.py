@@ -54,7 +54,7 @@ def keep(checkpoint: pathlib.Path, asked: Sequence[tuple], told: Sequence[dict[s
 
     kind = json.loads((checkpoint / "config.json").read_text())["model_type"]
     [own] = re.findall(r"\[(.+?)\]", os.environ["PYTEST_CURRENT_TEST"]) or [kind]
-    path = pathlib.Path(home) / (kind if own == kind else f"{kind}-{own}")
+    path = pathlib.Path(home) / (own if own.startswith(kind) else f"{kind}-{own}")
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(checkpoint, path)
     for file in path.glob("*.safetensors"):

@@ -6,8 +6,8 @@ from served import SIZES, asked, held_to_references, replies
 
 from shardlm import LLM
 
-# Windows and three axes, DeepStack, both directions, parts of several sizes: the others are wide.
-ALWAYS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2_vl")
+# Windows and three axes, DeepStack, both directions, parts of several sizes, videos: the others are wide.
+ALWAYS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2_vl", "qwen3_vl-video")
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in references.NAMES if name not in ALWAYS]
 
 
