@@ -36,7 +36,7 @@ def video_of_url(url: str) -> Video:
     head, comma, data = url.partition(",")
     if url[:5].lower() != "data:" or not comma or not head.lower().endswith(";base64"):
         raise BadVideo(f"a video's address is {url[:40]!r}; it is data:video/mp4;base64,... with its file")
-    return video_of_file(decoded(data))
+    return video_of_file(decoded(data, "a video", MAX_BYTES))
 
 
 def video_of_file(file: bytes) -> Video:

@@ -102,7 +102,9 @@ def inputs(
         found |= {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.tensor(grids)}
         found["second_per_grid_ts"] = torch.tensor([2 / rate for _, rate in films])
     ids = torch.tensor([list(ids)])
-    return {**found, "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+    # Of a reply that names a token of images, where there are none, it is words.
+    kinds = bool(images) * (ids == IMAGE).int() + 2 * bool(films) * (ids == VIDEO).int()
+    return {**found, "mm_token_type_ids": kinds}
 
 
 def patchified(
