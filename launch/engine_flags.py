@@ -62,8 +62,8 @@ _SPECULATIVE = flags.DEFINE_string(
 _LIMITS = flags.DEFINE_string(
     "limit_mm_per_prompt",
     None,
-    'Images and videos that a prompt may have, {"image": N, "video": N} or image=N; by default as many as there is room '
-    "for; image=0: texts alone.",
+    'Images and videos that a prompt may have, {"image": N, "video": N} or image=N; by default as many as there is '
+    "room for; image=0: texts alone.",
 )
 _PREPARED = flags.DEFINE_string(
     "mm_processor_kwargs",

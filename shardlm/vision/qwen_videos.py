@@ -70,15 +70,9 @@ class QwenVideos:
         size = {name: n for name, n in (told.get("size") or {}).items() if n}
         fewest = told.get("min_pixels") if not timed else None
         most = told.get("max_pixels") if not timed else None
-        pixels = Pixels.told(told, **({} if timed else {"mean": CLIP_MEAN, "std": CLIP_STD}))
-        if dataclasses.replace(pixels, resample=images.pixels.resample) != images.pixels:
-            raise ShardlmError(
-                f"the folder has image_mean={pixels.mean} and image_std={pixels.std} for videos and "
-                f"{images.pixels.mean} and {images.pixels.std} for images"
-            )
         found = cls(
             images,
-            pixels,
+            pixels_told(told, images, {} if timed else {"mean": CLIP_MEAN, "std": CLIP_STD}),
             token,
             ends,
             fewest or size.get("shortest_edge") or 128 * (32 if timed else 28) ** 2,
@@ -183,6 +177,16 @@ class QwenVideos:
         steps = (np.arange(number) * (count / number)).astype(np.float32)
         return np.minimum(steps.astype(int), count - 1).tolist()
 
+    def seconds_of(self, where: Sequence[int], rate: float) -> list[float]:
+        """When pictures of these frames are: in the middle between the first and the last of each."""
+        frames, where = self.frames, list(where)
+        where += [where[-1]] * (-len(where) % frames)
+        return [(where[i] / rate + where[i + frames - 1] / rate) / 2 for i in range(0, len(where), frames)]
+
+    def written(self, when: float) -> tuple[str, str]:
+        """The texts before and after a picture."""
+        return f"<{when:.1f} seconds>", ""
+
     def size(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Height and width that each of so many frames is brought to. Raises ShardlmError for one that is too long."""
         factor = self.images.patch * self.images.merge
@@ -216,6 +220,17 @@ class QwenVideos:
         return rows, columns
 
 
+def pixels_told(told: Mapping[str, Any], images: QwenImages, usual: Mapping[str, Any]) -> Pixels:
+    """How frames are resized. Raises ShardlmError where they would become other numbers than images do."""
+    pixels = Pixels.told(told, **usual)
+    if dataclasses.replace(pixels, resample=images.pixels.resample) != images.pixels:
+        raise ShardlmError(
+            f"the folder has image_mean={pixels.mean} and image_std={pixels.std} for videos and {images.pixels.mean} "
+            f"and {images.pixels.std} for images"
+        )
+    return pixels
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class QwenPlanned:
     """indices: of the video's frames; size: (height, width) that they are brought to."""
@@ -246,10 +261,11 @@ class QwenPlanned:
             spans = [(i * each, (i + 1) * each) for i in range(len(pictures))]
             return Clip(pictures, [how.token] * (each * len(pictures)), spans, self._times())
         tokens, spans, (begin, end) = [], [], how.ends
-        for when in self._seconds():
-            tokens += [*encode(f"<{when:.1f} seconds>"), begin]
+        for when in how.seconds_of(self._where() or self.indices, self.video.rate or UNKNOWN):
+            before, after = how.written(when)
+            tokens += [*(encode(before) if before else ()), begin]
             spans.append((len(tokens), len(tokens) + each))
-            tokens += [how.token] * each + [end]
+            tokens += [how.token] * each + [end, *(encode(after) if after else ())]
         return Clip(pictures, tokens, spans)
 
     def _times(self) -> tuple[int, ...]:
@@ -268,10 +284,3 @@ class QwenPlanned:
         if self.how.samples(self.video) or self.video.of_file:
             return self.indices
         return self.video.chosen
-
-    def _seconds(self) -> list[float]:
-        """When each picture is: in the middle between its first and its last frame."""
-        rate, frames = self.video.rate or UNKNOWN, self.how.frames
-        where = list(self._where() or self.indices)
-        where += [where[-1]] * (-len(where) % frames)
-        return [(where[i] / rate + where[i + frames - 1] / rate) / 2 for i in range(0, len(where), frames)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES
-from shardlm.vision import qwen_videos
+from shardlm.vision import glm_videos, qwen_videos
 from shardlm.vision.sight import Sight
 from shardlm.vision.video import video_of_frames
 
@@ -42,7 +42,10 @@ FAMILIES = {
 # How large images become, of families that read them in any size.
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
 SIZES |= {"minimax": SIZES["qwen"], "paddle": SIZES["qwen"]}
-OF_VIDEOS = {"qwen": qwen_videos.ASKS}  # and of those that read videos, how these are sampled too
+OF_VIDEOS = {
+    "qwen": qwen_videos.ASKS,
+    "glm": glm_videos.ASKS,
+}  # and of those that read videos, how these are sampled too
 _TRIED = (48, 64)  # pixels of an image
 
 
