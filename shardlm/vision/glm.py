@@ -166,16 +166,16 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
     config = _config(own, kind)
     own.finish()
     images = GlmImages.of_frames(processing(folder, asked), config.patch, config.merge, config.frames, config.side)
-    if films := kind in FILMS:
-        images = dataclasses.replace(images, repeated=config.frames)
-    config = dataclasses.replace(config, pixels=images.pixels, films=films)
     token, merged = options.get("image_token_id") or IMAGE[kind], config.merge**2
 
     def tokens(picture) -> list[int]:
         return [token] * picture.vectors
 
     sizes = program_sizes(images.most_patches, merged)
-    videos = _videos(folder, options, images, token, asked) if films else None
+    filmed = dataclasses.replace(images, repeated=config.frames)
+    videos = _videos(folder, options, filmed, token, asked) if kind in FILMS else None
+    images = filmed if videos else images
+    config = dataclasses.replace(config, pixels=images.pixels, films=videos is not None)
     return Sight(token, token, images, tokens, sizes, config, merged, axes=kind != "glm5_next", videos=videos)
 
 

@@ -50,7 +50,7 @@ class GlmVideos(QwenVideos):
             None,
             0,
             0,
-            bool(told.get("do_sample_frames", True)),
+            told.get("do_sample_frames", True) or None,
             longest=float(told.get("max_duration") or LONGEST),
             later=later,
         )

@@ -33,7 +33,7 @@ class QwenVideos:
     """images: how frames become patches; pixels: how they are resized; token: that stands for a vector; ends: tokens
     around those of a picture, (): times are no texts; fewest, most: pixels, of a frame or (`timed`) of all; rate,
     number: frames a second, or of a video, that are sampled, None: it is not said; least_frames, most_frames: of one
-    that is sampled by rate; sample: whether frames that are given are sampled too; seconds: positions a second on the
+    that is sampled by rate; sample: whether frames may be left out, None: of files; seconds: positions a second on the
     axis of time, 0: one for each picture; capped: tokens that bound a video's pixels further, 0: none do."""
 
     images: QwenImages
@@ -46,7 +46,7 @@ class QwenVideos:
     number: int | None
     least_frames: int
     most_frames: int
-    sample: bool
+    sample: bool | None
     seconds: float = 0.0
     capped: int = 0
 
@@ -81,7 +81,7 @@ class QwenVideos:
             told.get("num_frames"),
             told.get("min_frames") or 4,
             told.get("max_frames") or 768,
-            told.get("do_sample_frames", timed),
+            told.get("do_sample_frames", timed) or None,
             seconds,
             (told.get("max_video_tokens") or (768 if timed else 128_000)) if told.get("cap_pixels_per_frame") else 0,
         )
@@ -105,8 +105,8 @@ class QwenVideos:
         rate, number = rate_asked(how), count_asked(how, "num_frames")
         if rate and number:
             raise ShardlmError(f"mm_processor_kwargs has fps={rate} and num_frames={number}; give one of them")
-        sample = how.get("do_sample_frames", self.sample or bool(rate or number))
-        if not isinstance(sample, bool):
+        sample = how.get("do_sample_frames", bool(rate or number) or self.sample)
+        if not isinstance(sample, bool | None):
             raise ShardlmError(f"mm_processor_kwargs has do_sample_frames={sample!r}; it is true or false")
         chosen = (rate, number) if rate or number else (self.rate, self.number)
         least, longest = (count_asked(how, name) for name in ("min_frames", "max_frames"))
@@ -146,7 +146,8 @@ class QwenVideos:
 
     def samples(self, video: Video) -> bool:
         """Whether frames of it may be left out."""
-        return video.sample if video.sample is not None else self.sample or video.of_file
+        said = self.sample if video.sample is None else video.sample
+        return video.of_file if said is None else said
 
     def _evenly(self, video: Video, number: int | None, rate: float | None) -> list[int]:
         """From the first to the last."""

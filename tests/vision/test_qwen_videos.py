@@ -22,7 +22,8 @@ BOUNDS = {"temporal_patch_size": 2, "min_frames": 4, "max_frames": 768}
 
 def videos(timed: bool, **told) -> QwenVideos:
     patch = 16 if timed else 14
-    images = QwenImages(56 * 56, 2**24, patch, 2, Pixels(mean=CLIP_MEAN, std=CLIP_STD), repeated=2)
+    pixels = Pixels() if timed else Pixels(mean=CLIP_MEAN, std=CLIP_STD)
+    images = QwenImages(56 * 56, 2**24, patch, 2, pixels, repeated=2)
     return QwenVideos.told(told, images, 7, (8, 9) if timed else (), 0.0 if timed else 2.0)
 
 
@@ -125,6 +126,26 @@ def test_tokens(made):
     names = {VIDEO: "V", 92: "S", 93: "E"}
     assert "".join(names.get(one, one) for one in clip.tokens) == written
     assert [clip.tokens[start:end] for start, end in clip.spans] == [[VIDEO] * each] * 3
+
+
+def test_whether_frames_are_left_out():
+    """Of files, unless it is asked for; of frames where the folder, or who gives them, says so."""
+    file, frames = video(48, 24.0), video_of_frames(film(48, 24, 32), {"fps": 24})
+    told = video_of_frames(film(48, 24, 32), {"fps": 24, "do_sample_frames": False})
+    for timed, usual in ((False, 48), (True, 4)):
+        own = videos(timed)
+        assert [len(own.sampled(one)) for one in (file, frames, told)] == [4, usual, 48]
+        own = own.asked({"do_sample_frames": False})
+        assert [len(own.sampled(one)) for one in (file, frames, told)] == [48, 48, 48]
+        own = own.asked({"fps": 4})
+        assert [len(own.sampled(one)) for one in (file, frames, told)] == [8, 8, 48]
+        assert len(videos(timed, do_sample_frames=True).sampled(frames)) == 4
+
+
+def test_other_numbers_than_those_of_images():
+    """Bytes become numbers on the device, in one way."""
+    with pytest.raises(ShardlmError, match=r"image_mean=\(0.1, 0.1, 0.1\) and .* for videos and \(0.5, 0.5, 0.5\)"):
+        videos(True, image_mean=[0.1] * 3)
 
 
 def test_what_cannot_be_asked():
