@@ -101,7 +101,7 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
 
     sizes = program_sizes(images.most_patches, merged)
     axes = config.kind != "exaone4_5"
-    videos = _videos(folder, options, config, images, asked) if axes else None
+    videos = _videos(folder, options, config, images, asked)
     return Sight(token, token, images, tokens, sizes, config, merged, len(config.deep), axes, videos=videos)
 
 
@@ -110,7 +110,7 @@ def _videos(
 ) -> Videos | None:
     """None where they cannot be read as the folder says, which is logged."""
     ends = tuple(options.get(name) or usual for name, usual in ENDS.items()) if config.side else ()
-    token = options.get("video_token_id") or VIDEO
+    token = options.get("video_token_id") or (68 if config.kind == "exaone4_5" else VIDEO)
     try:
         prepare = QwenVideos.told(video_processing(folder), images, token, ends, config.seconds)
     except ShardlmError as error:

@@ -18,7 +18,7 @@ ASKS = [
     ([7, 8, 9], [], []),
     ([1, 92, VIDEO, 93, 4, 92, IMAGE, 93, 8], [noise(40, 64)], [(LONG[0], 3.0)]),
 ]
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+KINDS = ("exaone4_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 @pytest.mark.wide

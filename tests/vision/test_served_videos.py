@@ -5,6 +5,7 @@ import asyncio
 import base64
 import json
 
+import httpx2
 import numpy as np
 import pytest
 import references
@@ -15,6 +16,8 @@ from shardlm import LLM, SamplingParams
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.serve.api.app import make_app
+from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.request import PromptTooLong
 
@@ -77,6 +80,7 @@ def test_forms_of_users(llm, tmp_path):
 
     assert tokens([asyncio.run(last())]) == expected
     served.shutdown()
+    llm.engine.pace = None
 
 
 def test_files(llm, tmp_path):
@@ -105,6 +109,36 @@ def test_files(llm, tmp_path):
             GREEDY,
             mm_processor_kwargs={"num_frames": 16, "min_pixels": 2048},
         )
+
+
+def test_over_http(llm):
+    """Several at once, one of which is broken: it alone is refused, and the engine goes on."""
+    pytest.importorskip("av", reason="needs av, of the extra video")
+    file = file_of(film(16, 24, 40), 8)
+    served = AsyncLLM(llm.engine, model_name="tiny", template=ChatTemplate.load(llm.folder))
+    app = make_app(served, Settings())
+    words = {"type": "text", "text": "t21 t22"}
+
+    def body(data, **more):
+        url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+        content = [{"type": "video_url", "video_url": {"url": url}}, words]
+        return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 6, **more}
+
+    asks = [body(file), body(file[:700]), body(file, mm_processor_kwargs={"fps": 4}), body(file, ignore_eos=True)]
+
+    async def answers():
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://here", timeout=60) as client:
+            return await asyncio.gather(*(client.post("/v1/chat/completions", json=ask) for ask in asks))
+
+    found = asyncio.run(answers())
+    assert [one.status_code for one in found] == [200, 400, 200, 200]
+    assert found[1].json()["error"]["message"].startswith("video 1 of 1: a video's file")
+    [offline] = llm.chat([{"role": "user", "content": [{"type": "video", "video": file}, words]}], GREEDY)
+    assert found[3].json()["choices"][0]["message"]["content"] == offline.outputs[0].text
+    assert [found[i].json()["usage"]["prompt_tokens"] for i in (0, 2)] == [2 * 15 + 4, 4 * 15 + 4]
+    served.shutdown()
+    llm.engine.pace = None
 
 
 def test_what_cannot_be_is_refused(llm, folder):
