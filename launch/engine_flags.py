@@ -62,12 +62,13 @@ _SPECULATIVE = flags.DEFINE_string(
 _LIMITS = flags.DEFINE_string(
     "limit_mm_per_prompt",
     None,
-    'Images that a prompt may have, {"image": N} or image=N; by default as many as there is room for; 0: texts alone.',
+    'Images and videos that a prompt may have, {"image": N, "video": N} or image=N; by default as many as there is '
+    "room for; image=0: texts alone.",
 )
 _PREPARED = flags.DEFINE_string(
     "mm_processor_kwargs",
     None,
-    "How images are prepared otherwise than preprocessor_config.json says, {\"max_pixels\": N}; of Qwen's, Pixtral's.",
+    'How images are prepared otherwise than preprocessor_config.json says, {"max_pixels": N}, and videos: {"fps": N}.',
 )
 _ENABLE_LORA = flags.DEFINE_bool("enable_lora", False, "Room for adapters beside the weights, which come later.")
 _MAX_LORAS = flags.DEFINE_integer("max_loras", 1, "Adapters at once, at least those that are given.", lower_bound=1)

@@ -8,6 +8,8 @@ python -m launch.generate --checkpoint=runs/tiny/checkpoints/400 --prompt='class
 
 import pathlib
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
@@ -27,6 +29,7 @@ _SYSTEM = flags.DEFINE_string("system", "", "With --chat, a message from the sys
 _IMAGE = flags.DEFINE_multi_string(
     "image", [], "With --chat, a file or an address of an image that the message has before its words; may be repeated."
 )
+_VIDEO = flags.DEFINE_multi_string("video", [], "The same of a video: MP4, WebM, GIF, ...")
 _EMA = flags.DEFINE_bool("ema", False, "Use the averaged weights (optim.ema_decay).")
 
 
@@ -44,7 +47,7 @@ OTHER_NAMES = {
 def main() -> int:
     if not _CHECKPOINT.value or not _PROMPT.value:
         raise ShardlmError("--checkpoint=RUN_DIR and --prompt=TEXT are needed")
-    if _IMAGE.value:
+    if _IMAGE.value or _VIDEO.value:
         return answer_with_images()
     from launch.devices import prepare_for
     from shardlm.generate import Sampling, stream
@@ -78,9 +81,10 @@ def main() -> int:
 
 
 def answer_with_images() -> int:
-    """Prints what the model says to a message with images."""
+    """Prints what the model says to a message with images and videos."""
     if not _CHAT.value or _EMA.value:
-        raise ShardlmError("--image is a part of a chat's message to a checkpoint as it is: add --chat, and no --ema")
+        name = "image" if _IMAGE.value else "video"
+        raise ShardlmError(f"--{name} is a part of a chat's message to a checkpoint as it is: add --chat, and no --ema")
     from launch.devices import prepare_for
 
     prepare_for(_CHECKPOINT.value, _TENSOR.value)
@@ -93,9 +97,8 @@ def answer_with_images() -> int:
     sizes = {"max_model_len": length, "max_num_seqs": 1, "tensor_parallel_size": _TENSOR.value}
     if jax.default_backend() == "cpu":
         sizes["kv_cache_bytes"] = 2**36  # as many pages as one request has are made
-    addresses = [path if ":" in path else pathlib.Path(path).resolve().as_uri() for path in _IMAGE.value]
-    images = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
-    content = [*images, {"type": "text", "text": _PROMPT.value}]
+    parts = [*_parts("image_url", _IMAGE.value), *_parts("video_url", _VIDEO.value)]
+    content = [*parts, {"type": "text", "text": _PROMPT.value}]
     system = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
     llm = LLM(_CHECKPOINT.value, **sizes, allowed_local_media_path="/")
     how = {"max_tokens": _MAX_NEW_TOKENS.value, "temperature": _TEMPERATURE.value, "seed": _SEED.value}
@@ -103,6 +106,12 @@ def answer_with_images() -> int:
     [output] = llm.chat([*system, {"role": "user", "content": content}], params, use_tqdm=False)
     print(output.outputs[0].text)
     return 0
+
+
+def _parts(kind: str, paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Of a message, from files and addresses."""
+    addresses = [path if ":" in path else pathlib.Path(path).resolve().as_uri() for path in paths]
+    return [{"type": kind, kind: {"url": address}} for address in addresses]
 
 
 def encoded(tokenizer, folder: pathlib.Path) -> list[int]:

@@ -31,6 +31,7 @@ BESIDE = (  # what a folder holds besides weights and config.json, in the names 
     *("chat_template.json", "generation_config.json", "additional_chat_templates/*.jinja"),
 )
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json")  # what it says of preparing them
+OF_VIDEOS = "video_preprocessor_config.json"
 # What says how a checkpoint is quantised where config.json does not: ModelOpt, AutoGPTQ and AutoAWQ wrote it at first.
 # Each with an option that it has in any case.
 QUANTISATION = {

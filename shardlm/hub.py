@@ -10,7 +10,7 @@ from typing import Any
 from shardlm.errors import ShardlmError
 from shardlm.gguf_files import shards
 from shardlm.gguf_files.choose import BY_TORCH, SAFE, models, tag, tagged
-from shardlm.hf_files import BESIDE, OF_IMAGES, QUANTISATION
+from shardlm.hf_files import BESIDE, OF_IMAGES, OF_VIDEOS, QUANTISATION
 from shardlm.weight_files import in_place_of, pickled
 
 _NAME = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?([\w-][\w.-]*/[\w.-]+?)(?::([\w./-]+))?/?")
@@ -34,7 +34,7 @@ def fetch(path: str, also: Sequence[str] = (), older: Sequence[str] = ()) -> pat
     repository, wanted = _NAME.fullmatch(path).groups()
     if wanted:
         return _of_several(hub, repository, wanted)
-    files = ["config.json", SAFE, f"{SAFE}.index.json", *BESIDE, *OF_IMAGES, *QUANTISATION, *also]
+    files = ["config.json", SAFE, f"{SAFE}.index.json", *BESIDE, *OF_IMAGES, OF_VIDEOS, *QUANTISATION, *also]
     folder = pathlib.Path(_asked(path, lambda: hub.snapshot_download(repository, allow_patterns=files)))
     if any(folder.glob(SAFE)):
         return folder

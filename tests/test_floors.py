@@ -78,10 +78,11 @@ NO_JAX_IN_SERVE = [
     "chunk_programs.py",
     "option_types.py",
     "outputs.py",
-    *("batch_images.py", "images.py", "media.py", "media_http.py"),
+    *("batch_images.py", "images.py", "media.py", "media_http.py", "video_forms.py"),
 ]
 NO_JAX_IN_VISION = [
     *("axes.py", "picture.py", "sight.py", "read.py", "images.py", "image_parts.py", "image_places.py"),
+    *("video.py", "video_files.py", "qwen_videos.py"),
     *("pixtral_images.py", "gemma4_images.py", "kimi_images.py", "qwen_images.py", "square_images.py"),
     *("llama4_images.py", "internvl_images.py", "clip_images.py", "smolvlm_images.py", "tiles.py"),
 ]

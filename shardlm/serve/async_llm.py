@@ -276,7 +276,7 @@ class AsyncLLM:
         self, tokens: Sequence[int], given: Given, params: SamplingParams
     ) -> tuple[Sequence[int], Sequence[Placed]]:
         """With the images of a prompt, which are prepared beside the event loop."""
-        if not given.images:
+        if not given.media:
             return with_images(self.images, tokens, given, self.max_model_len)
         check_cut(params)
         read = functools.partial(with_images, self.images, tokens, given, self.max_model_len)

@@ -52,10 +52,10 @@ class EngineConfig:
     max_loras               at once, at least as many as lora_modules
     max_lora_rank           of each; None: the largest of lora_modules, at least 16
     lora_modules            adapters that are loaded at first, by name: folders of PEFT or runs with lora.rank
-    limit_mm_per_prompt     images that a prompt may have, {"image": n}; None: as many as max_model_len has room for; 0:
-                            the encoder of a model that sees is not loaded
+    limit_mm_per_prompt     images and videos that a prompt may have, {"image": n, "video": n}; None: as many as
+                            max_model_len has room for; no image: the encoder of a model that sees is not loaded
     mm_processor_kwargs     how images are prepared otherwise than preprocessor_config.json says, by its names:
-                            {"max_pixels": n} of Qwen's models (vision/registry.py)
+                            {"max_pixels": n} of Qwen's models (vision/registry.py); {"fps": n}: and videos
     """
 
     mesh: MeshSpec = MeshSpec()

@@ -25,7 +25,7 @@ from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams,
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
-from shardlm.serve.images import Given, check_cut, checked, given_with, images_of, of_engine
+from shardlm.serve.images import Given, check_cut, checked, given_with, of_engine
 from shardlm.serve.live_encoder import new_encoder
 from shardlm.serve.live_weights import new_draft, new_weights
 from shardlm.serve.media import MediaRules, files_here
@@ -38,7 +38,7 @@ from shardlm.serve.prompts import Prompt
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.serve.thoughts import Thoughts
 from shardlm.tokenizer import Tokenizer
-from shardlm.vision.image_parts import BadMessage, images_in, plain_text
+from shardlm.vision.image_parts import BadMessage, Sent, images_in, plain_text, videos_in
 from shardlm.vision.image_places import encoded, shown
 from shardlm.vision.picture import Picture
 
@@ -70,7 +70,7 @@ class LLM:
         Args:
           seed: of all replies whose own parameters have none, in the order in which they are asked for.
           reasoning_parser: how replies mark their thoughts, for thinking_token_budget, as of launch.serve.
-          allowed_media_domains, allowed_local_media_path: where `chat` takes images from (media.py).
+          allowed_media_domains, allowed_local_media_path: where `chat` takes images and videos from (media.py).
           devices: of jax, over the first of which the mesh is; all by default. Of several processes, devices of this
             one alone make an engine that the others have no part in.
           progress: is called with how many programs of how many are compiled.
@@ -146,33 +146,35 @@ class LLM:
         refuse("LLM.chat", others, ("messages", "chat_template", "tools", "chat_template_kwargs"), CALLS)
         own = ChatTemplate.load(self.folder) if chat_template is None else ChatTemplate(chat_template)
         form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        token = self._images.token if self._images else ""
-        write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, token=token, **form)
+        marks = {"token": self._images.token, "video": self._images.video_token} if self._images else {"token": ""}
+        write = functools.partial(rendered, own, tools=tools, options=chat_template_kwargs, **marks, **form)
         chats = prompt_forms.conversations(messages)
         written = [write(one) for one in chats]
-        texts = [shown(text, token) for text in written]
+        texts = [shown(text, **marks) for text in written]
 
         def of_chat(prompt: int) -> Thoughts | None:
             last = chats[prompt][-1].get("content") if continue_final_message else None
             begun = plain_text(last, "messages") or "" if continue_final_message else None
             return self._reasoning.of(texts[prompt], begun, ()).thoughts
 
-        ids = [encoded(one, token, self.tokenizer, self.tokenizer.encode) for one in written]
+        coding = {"tokenizer": self.tokenizer, "encode": self.tokenizer.encode, **marks}
+        ids = [encoded(one, **coding) for one in written]
         how = checked(mm_processor_kwargs or {})
-        images = [Given(own, how) for own in self._images_of(chats)]
+        both = (self._sent([find(one) for one in chats]) for find in (images_in, videos_in))
+        images = [Given(own, how, videos) for own, videos in zip(*both, strict=True)]
         asked = list(zip(ids, texts, strict=True))
         return self._run(asked, sampling_params, use_tqdm, of_chat, lora_request, images=images)
 
-    def _images_of(self, chats: Sequence[Conversation]) -> list[list[Any]]:
-        """Of each conversation, those with an address as files. Raises BadMessage for one that cannot be had."""
-        every = [images_in(one) for one in chats]
-        asked = [sent for own in every for sent in own if isinstance(sent.value, str)]
-        found = files_here([sent.value for sent in asked], self._media) if asked else []
+    def _sent(self, every: Sequence[Sequence[Sent]]) -> list[list[Any]]:
+        """Of each conversation its images, or videos, those with an address as files. Raises BadMessage for one that
+        cannot be had."""
+        asked = [sent for own in every for sent in own if sent.by_address]
+        found = files_here([sent.value for sent in asked], self._media, [sent.video for sent in asked]) if asked else []
         for sent, file in zip(asked, found, strict=True):
             if isinstance(file, ShardlmError):
                 raise BadMessage(f"{sent.param}: {file}", sent.param)
         files = iter(found)
-        return [[next(files) if isinstance(sent.value, str) else sent.value for sent in own] for own in every]
+        return [[next(files) if sent.by_address else sent.value for sent in own] for own in every]
 
     def beam_search(
         self,
@@ -192,7 +194,7 @@ class LLM:
         each = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(every)
         if len(each) != len(every):
             raise ShardlmError(f"{len(every)} prompts and {len(each)} in lora_request; give one, or one for each")
-        if any(map(images_of, every)):
+        if any(given_with(one).media for one in every):
             raise ShardlmError("LLM.beam_search reads text; LLM.generate takes prompts with images")
         texts = [prompt_forms.read(one, self.tokenizer)[0] for one in every]
         sizes = (params, self.engine.stop_ids, self.engine.max_model_len)
@@ -313,7 +315,7 @@ class LLM:
                 for number, one in enumerate(prompt_forms.params_of(params, usual, len(texts)))
             ]
             for own, given in zip(each, images, strict=False):
-                if given.images:
+                if given.media:
                     check_cut(own)
             adapters = names_of(self.engine, lora_request, len(ids))
 

@@ -21,14 +21,14 @@ _MOVED = (301, 302, 303, 307, 308)
 # Ways to write an address of IPv4 in one of IPv6 (6to4, NAT64), which Python has for public.
 _EMBEDDING = (ipaddress.ip_network("2002::/16"), ipaddress.ip_network("64:ff9b::/96"))
 # Bodies come as they are: one that is unpacked could be of any size.
-_HEADERS = {"user-agent": f"shardlm/{shardlm.__version__}", "accept": "image/*", "accept-encoding": "identity"}
+_HEADERS = {"user-agent": f"shardlm/{shardlm.__version__}", "accept": "image/*, video/*", "accept-encoding": "identity"}
 
 
-async def fetched(address: str, rules: MediaRules) -> bytes:
-    """Raises BadImage."""
+async def fetched(address: str, rules: MediaRules, most: int = MAX_BYTES) -> bytes:
+    """A file of at most so many bytes. Raises BadImage."""
     try:
         async with asyncio.timeout(rules.media_seconds):
-            return await _fetched(_url(address, rules), rules)
+            return await _fetched(_url(address, rules), rules, most)
     except TimeoutError:
         message = f"{address[:SHOWN]} had not come after {rules.media_seconds:g} seconds; send the image itself"
         raise BadImage(message) from None
@@ -36,7 +36,7 @@ async def fetched(address: str, rules: MediaRules) -> bytes:
         raise BadImage(f"{address[:SHOWN]} could not be fetched: {type(error).__name__}: {error!s:.200}") from None
 
 
-async def _fetched(url: yarl.URL, rules: MediaRules) -> bytes:
+async def _fetched(url: yarl.URL, rules: MediaRules, most: int) -> bytes:
     resolver = _Resolver(rules)
     connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False)
     options = {"cookie_jar": aiohttp.DummyCookieJar(), "auto_decompress": False, "headers": _HEADERS}
@@ -50,19 +50,19 @@ async def _fetched(url: yarl.URL, rules: MediaRules) -> bytes:
                     continue
                 if answer.status != 200:
                     raise BadImage(f"{str(url)[:SHOWN]} was answered with status {answer.status}")
-                return await _body(answer, str(url))
+                return await _body(answer, str(url), most)
     raise BadImage(f"{str(url)[:SHOWN]} came of {REDIRECTS} redirections and leads to another one")
 
 
-async def _body(answer: aiohttp.ClientResponse, url: str) -> bytes:
-    if (answer.content_length or 0) > MAX_BYTES:
-        raise too_large(url)
+async def _body(answer: aiohttp.ClientResponse, url: str, most: int) -> bytes:
+    if (answer.content_length or 0) > most:
+        raise too_large(url, most)
     parts, length = [], 0
     async for part in answer.content.iter_any():
         parts.append(part)
         length += len(part)
-        if length > MAX_BYTES:
-            raise too_large(url)
+        if length > most:
+            raise too_large(url, most)
     return b"".join(parts)
 
 

@@ -33,8 +33,11 @@ def sight_for(found: Found, config: EngineConfig) -> Sight | None:
     sight = sight_of(pathlib.Path(source.folder), source.options, asked) if could and not lost else None
     why = f"its encoder is in {source.folder}, which has no weights now" if lost else _cannot(config, sight)
     if not why:
+        if (config.limit_mm_per_prompt or {}).get("video") and not sight.videos:
+            limits = dict(config.limit_mm_per_prompt)
+            raise ShardlmError(f"limit_mm_per_prompt={limits}: this model reads images and no videos; leave those out")
         return sight
-    if config.max_images:
+    if config.max_images or (config.limit_mm_per_prompt or {}).get("video"):
         raise ShardlmError(f"limit_mm_per_prompt={dict(config.limit_mm_per_prompt)}: {why}; leave it out")
     if asked:
         raise ShardlmError(f"mm_processor_kwargs={dict(asked)}: {why}; leave it out")

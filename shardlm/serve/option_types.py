@@ -21,13 +21,19 @@ LARGEST = 2**31 - 1  # what an integer on the device holds
 
 
 def check_limits(limits: Any) -> None:
-    """Raises ShardlmError where limit_mm_per_prompt is no mapping of "image" to a count."""
+    """Raises ShardlmError where limit_mm_per_prompt is no mapping of "image" and "video" to counts."""
     if limits is None:
         return
     fits = isinstance(limits, Mapping) and all(is_integer(n) and n >= 0 for n in limits.values())
-    if not fits or set(limits) - {"image", "video", "audio"} or any(limits.get(name) for name in ("video", "audio")):
+    if not fits or set(limits) - {"image", "video", "audio"} or limits.get("audio"):
         raise ShardlmError(
-            f'limit_mm_per_prompt={limits!r}; give {{"image": n}} with n of at least 0: images alone are read'
+            f'limit_mm_per_prompt={limits!r}; give {{"image": n, "video": n}} with n of at least 0: images and videos '
+            "are read"
+        )
+    if limits.get("image") == 0 and limits.get("video"):
+        raise ShardlmError(
+            f"limit_mm_per_prompt={limits!r}: without images a model's text is served alone, and videos are read by "
+            "the encoder of images; allow one image"
         )
 
 

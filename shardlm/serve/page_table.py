@@ -50,7 +50,7 @@ def extend_hashes(
         page = tokens[start : start + page_size].tobytes()
         for one in pictures:
             if one.start < start + page_size and start < one.end:
-                page += one.picture.digest + (start - one.start).to_bytes(8, "little", signed=True)
+                page += one.known_by + (start - one.start).to_bytes(8, "little", signed=True)
         parent = hashlib.blake2b(parent + page, digest_size=_DIGEST).digest()
         hashes.append(parent)
 

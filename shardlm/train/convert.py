@@ -81,7 +81,7 @@ def to_hf(
     def finish(written: pathlib.Path) -> None:
         hf_files.copy_beside(beside, written)
         if seeing:
-            hf_files.copy_beside(beside, written, hf_files.OF_IMAGES)
+            hf_files.copy_beside(beside, written, (*hf_files.OF_IMAGES, hf_files.OF_VIDEOS))
         if (folder / chat.FILE).exists():  # of a run that trained on chats
             chat.ChatTemplate.load(folder).save(written)
         described = written / "tokenizer_config.json"

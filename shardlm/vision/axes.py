@@ -13,7 +13,8 @@ def axes_of(length: int, placed: Sequence[Placed]) -> tuple[np.ndarray, int]:
     token after the prompt.
 
     A text's tokens count on alike on all axes. Those of a picture, which lie side by side, have the time of the first
-    and from there on their row and column; what follows goes on after the longer side. `placed` is in their order.
+    and from there on their row and column; what follows goes on after the longer side. Pictures of a video that
+    share a place have their time beside it. `placed` is in their order.
     """
     axes, token, position = np.empty((3, length), np.int32), 0, 0
     for each in placed:
@@ -21,10 +22,12 @@ def axes_of(length: int, placed: Sequence[Placed]) -> tuple[np.ndarray, int]:
         position += each.start - token
         rows, columns = each.picture.grid
         own = axes[:, each.start : each.end]
-        own[0] = position
+        own[0] = position + each.time
         own[1] = position + np.repeat(np.arange(rows), columns)
         own[2] = position + np.tile(np.arange(columns), rows)
-        position += max(rows, columns)
+        position += max(rows, columns) * each.last
         token = each.end
     axes[:, token:] = position + np.arange(length - token)
+    # The time of a long video may be ahead of what follows: transformers' `generate` counts on from the last token all
+    # the same, and not from there, as its `rope_deltas` and vLLM do.
     return axes, position + length - token

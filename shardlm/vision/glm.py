@@ -3,6 +3,7 @@
 learned positions. Squares of patches are made one by a convolution, and a gated product follows."""
 
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names, Tensor, fused
 from shardlm.ops.swiglu import Activation, activate, gated
 from shardlm.vision.glm_images import GlmImages
-from shardlm.vision.images import Pixels, processing, program_sizes
+from shardlm.vision.glm_videos import ASKS, GlmVideos
+from shardlm.vision.images import Pixels, processing, program_sizes, token_ids, video_processing
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.qwen_tower import frequencies_of, half_by_half, of_bytes
-from shardlm.vision.sight import Sight
+from shardlm.vision.sight import Sight, Videos
 from shardlm.vision.tower import (
     Linear,
     Patches,
@@ -35,17 +38,22 @@ from shardlm.vision.tower import (
 )
 from shardlm.vision.tower_weights import Tensors
 
+log = logging.getLogger(__name__)
+
 MERGER = NormConfig("layer", 1e-5)
 # The token, where a config.json does not say; those of the later encoder are the last two.
 IMAGE = {"glm4v": 151_343, "glm46v": 151_343, "glm4v_moe": 151_363, "glm_ocr": 59_280, "glm5_next": 154_854}
 LATER = ("glm_ocr", "glm5_next")
+FILMS = ("glm4v", "glm46v", "glm4v_moe")  # that read videos, whose marks are around a picture, and of a video
+MARKS = ("<|begin_of_image|>", "<|end_of_image|>", "<|video|>")
 
 
 @dataclasses.dataclass(frozen=True)
 class GlmConfig:
     """tower: its layers, on patches of `patch` pixels a side of so many `frames`, which an image repeats; pixels: how
     bytes become numbers; theta of the rotation; merge: patches a side that one vector is made of; width of vectors;
-    inner: of the gated product's; side: learned positions of a side, 0: there are none, nor a norm before them."""
+    inner: of the gated product's; side: learned positions of a side, 0: there are none, nor a norm before them; films:
+    whether frames of videos are read too."""
 
     tower: TowerConfig
     pixels: Pixels
@@ -57,12 +65,15 @@ class GlmConfig:
     inner: int
     activation: Activation
     side: int = 0
+    films: bool = False
 
     tensors = Tensors(("visual.",), r"^visual\.rotary_pos_emb\.inv_freq$")
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        found = {"pixels": ((self.patch, self.patch, 3), np.uint8), "rows": ((), np.int32), "columns": ((), np.int32)}
+        pixels = (self.patch, self.patch, 3)
+        found = {"pixels": ((self.frames, *pixels) if self.films else pixels, np.uint8)}
+        found |= {"rows": ((), np.int32), "columns": ((), np.int32)}
         return found | ({"near": ((16,), np.int32), "shares": ((16,), np.float32)} if self.side else {})
 
     @property
@@ -155,14 +166,32 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
     config = _config(own, kind)
     own.finish()
     images = GlmImages.of_frames(processing(folder, asked), config.patch, config.merge, config.frames, config.side)
-    config = dataclasses.replace(config, pixels=images.pixels)
     token, merged = options.get("image_token_id") or IMAGE[kind], config.merge**2
 
     def tokens(picture) -> list[int]:
         return [token] * picture.vectors
 
     sizes = program_sizes(images.most_patches, merged)
-    return Sight(token, token, images, tokens, sizes, config, merged, axes=kind != "glm5_next")
+    filmed = dataclasses.replace(images, repeated=config.frames)
+    videos = _videos(folder, options, filmed, token, asked) if kind in FILMS else None
+    images = filmed if videos else images
+    config = dataclasses.replace(config, pixels=images.pixels, films=videos is not None)
+    return Sight(token, token, images, tokens, sizes, config, merged, axes=kind != "glm5_next", videos=videos)
+
+
+def _videos(
+    folder: pathlib.Path, options: Mapping[str, Any], images: GlmImages, token: int, asked: Mapping[str, Any]
+) -> Videos | None:
+    """None where they cannot be read as the folder says, which is logged."""
+    later = options["model_type"] == "glm46v"
+    try:
+        begin, end, place = token_ids(folder, MARKS)
+        prepare = GlmVideos.of_folder(video_processing(folder), images, token, (begin, end), later)
+    except ShardlmError as error:
+        log.warning("videos are not read: %s", error)
+        return None
+    asks = ASKS[later:]
+    return Videos(place, prepare.asked({name: asked[name] for name in asks if name in asked}), asks)
 
 
 def _config(own: Options, kind: str) -> GlmConfig:

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import OF_IMAGES
+from shardlm.hf_files import OF_IMAGES, OF_VIDEOS
 from shardlm.vision.read import MAX_PIXELS
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # by Pillow's numbers, which files have
@@ -115,6 +115,13 @@ def processing(folder: pathlib.Path, asked: Mapping[str, Any]) -> dict[str, Any]
     own, of_all = (_read(folder / name) for name in OF_IMAGES)
     inner = of_all.pop("image_processor", None)
     return own | (inner if isinstance(inner, dict) else {}) | dict(asked)
+
+
+def video_processing(folder: pathlib.Path) -> dict[str, Any]:
+    """What a folder says of preparing videos: of processor_config.json, else video_preprocessor_config.json, else what
+    it says of images, as transformers reads them."""
+    inner = _read(folder / OF_IMAGES[1]).get("video_processor")
+    return inner if isinstance(inner, dict) else _read(folder / OF_VIDEOS) or _read(folder / OF_IMAGES[0])
 
 
 def edges(told: Mapping[str, Any], usual: Mapping[str, int]) -> dict[str, int]:

@@ -4,6 +4,7 @@ https://arxiv.org/abs/2511.21631) and Qwen 3.5, which has Qwen3-VL's; and that o
 with fewer heads of keys and values."""
 
 import dataclasses
+import logging
 import math
 import pathlib
 from collections.abc import Mapping
@@ -12,21 +13,27 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.norm import NormConfig
 from shardlm.layers.param import Params
 from shardlm.models.hf_options import Options
 from shardlm.models.naming import Names
-from shardlm.vision.images import Pixels, processing, program_sizes
+from shardlm.vision.images import Pixels, processing, program_sizes, video_processing
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.qwen_images import QwenImages
 from shardlm.vision.qwen_names import qwen_names
 from shardlm.vision.qwen_tower import QwenEncoder, frequencies_of
-from shardlm.vision.sight import Sight
+from shardlm.vision.qwen_videos import ASKS, QwenVideos
+from shardlm.vision.sight import Sight, Videos
 from shardlm.vision.tower import TowerConfig
 from shardlm.vision.tower_weights import Tensors
 
+log = logging.getLogger(__name__)
+
 LAYER, RMS = NormConfig("layer", 1e-6), NormConfig("rms", 1e-6)
 IMAGE = 151_655  # the token, where a config.json does not say
+VIDEO = 151_656
+ENDS = {"vision_start_token_id": 151_652, "vision_end_token_id": 151_653}  # around a picture of a video
 OF_3_5 = ("qwen3_5", "qwen3_5_moe")
 
 
@@ -35,7 +42,8 @@ class QwenConfig:
     """tower: its layers, on patches of `patch` pixels a side of so many `frames`, which an image repeats; pixels: how
     bytes become numbers; theta of the rotation; merge: patches a side that one vector is made of; width of vectors.
     window: squares of a window's side, in which all layers attend but those of `everywhere`; 0: there are none. side:
-    learned positions of a side; 0: there are none. deep: layers whose results are merged too."""
+    learned positions of a side; 0: there are none. deep: layers whose results are merged too.
+    seconds: positions that a second of a video has, 0: each picture of it has one."""
 
     kind: str
     tower: TowerConfig
@@ -49,12 +57,14 @@ class QwenConfig:
     everywhere: tuple[int, ...] = ()
     side: int = 0
     deep: tuple[int, ...] = ()
+    seconds: float = 0.0
 
     tensors = Tensors(("visual.",))
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        found = {"pixels": ((self.patch, self.patch, 3), np.uint8), "rows": ((), np.int32), "columns": ((), np.int32)}
+        found = {"pixels": ((self.frames, self.patch, self.patch, 3), np.uint8)}
+        found |= {"rows": ((), np.int32), "columns": ((), np.int32)}
         if self.window:
             found |= {"windows": ((), np.int32), "source": ((), np.int32)}
         if self.side:
@@ -81,6 +91,7 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
     config = make(own, options["model_type"])
     own.finish()
     images = QwenImages.told(told, config.patch, config.merge, config.frames, config.window, config.side)
+    images = dataclasses.replace(images, repeated=config.frames)
     config = dataclasses.replace(config, pixels=images.pixels)
     usual = 67 if config.kind == "exaone4_5" else IMAGE
     token, merged = options.get("image_token_id") or usual, config.merge**2
@@ -90,7 +101,22 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
 
     sizes = program_sizes(images.most_patches, merged)
     axes = config.kind != "exaone4_5"
-    return Sight(token, token, images, tokens, sizes, config, merged, len(config.deep), axes)
+    videos = _videos(folder, options, config, images, asked)
+    return Sight(token, token, images, tokens, sizes, config, merged, len(config.deep), axes, videos=videos)
+
+
+def _videos(
+    folder: pathlib.Path, options: Mapping[str, Any], config: QwenConfig, images: QwenImages, asked: Mapping[str, Any]
+) -> Videos | None:
+    """None where they cannot be read as the folder says, which is logged."""
+    ends = tuple(options.get(name) or usual for name, usual in ENDS.items()) if config.side else ()
+    token = options.get("video_token_id") or (68 if config.kind == "exaone4_5" else VIDEO)
+    try:
+        prepare = QwenVideos.told(video_processing(folder), images, token, ends, config.seconds)
+    except ShardlmError as error:
+        log.warning("videos are not read: %s", error)
+        return None
+    return Videos(token, prepare.asked({name: asked[name] for name in ASKS if name in asked}), ASKS)
 
 
 def _of_2(own: Options, kind: str) -> QwenConfig:
@@ -117,11 +143,11 @@ def _of_2_5(own: Options, kind: str) -> QwenConfig:
         gated=True,
         kv_heads=own("num_key_value_heads", 8) if kind == "exaone4_5" else 0,
     )
-    own.aside("tokens_per_second")  # of videos
     common = _common(own, 14)
     window = own("window_size", 112) // common["merge"] // common["patch"]
     everywhere = tuple(own("fullatt_block_indexes", (7, 15, 23, 31)))
-    return QwenConfig(kind, tower, width=own("out_hidden_size", 3584), window=window, everywhere=everywhere, **common)
+    common |= {"window": window, "everywhere": everywhere, "seconds": float(own("tokens_per_second", 4))}
+    return QwenConfig(kind, tower, width=own("out_hidden_size", 3584), **common)
 
 
 def _of_3(own: Options, kind: str) -> QwenConfig:

@@ -7,7 +7,7 @@ image_processing_pil_qwen2_vl.py and vision_utils.py are the definition.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ FEWEST, MOST = 56 * 56, 28 * 28 * 1280  # pixels, where a folder does not say
 @dataclasses.dataclass(frozen=True)
 class QwenImages:
     """fewest, most: pixels of an image; patch: pixels of a patch's side; merge: patches of a square's side; window:
-    squares of a window's side, 0: there are none; side: learned positions of a side, 0: there are none."""
+    squares of a window's side, 0: there are none; side: learned positions of a side, 0: there are none; repeated: how
+    often an image stands for the frames that an encoder of videos reads together, 0: it reads no videos."""
 
     fewest: float
     most: float
@@ -33,6 +34,7 @@ class QwenImages:
     pixels: Pixels
     window: int = 0
     side: int = 0
+    repeated: int = 0
 
     @classmethod
     def told(cls, told: Mapping[str, Any], patch: int, merge: int, frames: int, window: int, side: int) -> "QwenImages":
@@ -73,7 +75,7 @@ class QwenImages:
     def __call__(self, pixels: np.ndarray) -> Picture:
         """uint8 [H, W, 3] -> Picture, whose inputs have a row for each patch:
 
-        pixels   uint8 [P, patch, patch, 3]
+        pixels   uint8 [P, patch, patch, 3], of an encoder of videos [P, repeated, patch, patch, 3]
         rows, columns  int32 [P], where it stands
         windows  int32 [P], the number of its window, ascending         where there are windows
         source   int32 [P], of a square's patches which square is to stand there when all are row by row     there too
@@ -83,22 +85,32 @@ class QwenImages:
         Raises ShardlmError for one that is too long, or as long and narrow as to have more patches than `most_patches`.
         """
         height, width = self.size(*pixels.shape[:2])
-        rows, columns = height // self.patch, width // self.patch
-        if rows * columns > self.most_patches:
+        count = height // self.patch * (width // self.patch)
+        if count > self.most_patches:
             raise ShardlmError(
-                f"an image of {pixels.shape[1]} x {pixels.shape[0]} makes {rows * columns} patches and the model's "
+                f"an image of {pixels.shape[1]} x {pixels.shape[0]} makes {count} patches and the model's "
                 f"encoder takes {self.most_patches}; crop it"
             )
-        pixels = self.pixels.resized(pixels, height, width)
+        return self.picture([self.pixels.resized(pixels, height, width)])
+
+    def picture(self, frames: Sequence[np.ndarray]) -> Picture:
+        """Of an image, or of `repeated` frames, which have a size that patches fit: uint8 [H, W, 3] each."""
+        rows, columns = (side // self.patch for side in frames[0].shape[:2])
         row, column = places(rows, columns, self.merge)
-        inputs = {"pixels": patches(pixels, self.patch, self.merge), "rows": row, "columns": column}
+        pixels = [patches(frame, self.patch, self.merge) for frame in frames]
+        pixels = np.stack(pixels, axis=1) if self.repeated else pixels[0]
+        inputs = {"pixels": pixels, "rows": row, "columns": column}
         if self.side:
             inputs |= self.shares((row, column), (rows, columns))
         grid = rows // self.merge, columns // self.merge
         if self.window:
             inputs = in_windows(inputs, grid, self.window, self.merge**2)
+        if len(frames) < self.repeated:  # a view: programs' inputs alone are as large as they look
+            own = inputs["pixels"]
+            inputs["pixels"] = np.broadcast_to(own, (len(own), self.repeated, *own.shape[2:]))
         bounds_apart = dataclasses.replace(self, fewest=0, most=0)  # which show in the pixels
-        return Picture(inputs, grid, known_by(pixels, bounds_apart))
+        known = frames[0] if len(frames) == 1 else np.stack(frames)
+        return Picture(inputs, grid, known_by(known, bounds_apart))
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width that an image is brought to."""

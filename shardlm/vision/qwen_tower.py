@@ -59,11 +59,12 @@ class QwenEncoder(nnx.Module):
 
 
 def of_bytes(pixels: jax.Array, told: Pixels, kernel: jax.Array, execution: Execution) -> jax.Array:
-    """uint8 [P, size, size, colours], made numbers as `told`, by a kernel (frames, size, size, colours, D): [P, D].
-    Every frame is the image."""
+    """uint8 [P, frames, size, size, colours], made numbers as `told`, by a kernel (frames, size, size, colours, D):
+    [P, D]. Of [P, size, size, colours] every frame is the image."""
+    repeats = len(kernel) if pixels.ndim == 4 else 1
     pixels = pixels.astype(jnp.float32) * told.factor
     pixels = (pixels - jnp.asarray(told.mean, jnp.float32)) / jnp.asarray(told.std, jnp.float32)
-    frames = jnp.concatenate([pixels.reshape(len(pixels), -1).astype(execution.dtype)] * len(kernel), axis=-1)
+    frames = jnp.concatenate([pixels.reshape(len(pixels), -1).astype(execution.dtype)] * repeats, axis=-1)
     # Made before the product: XLA fails to compile a kernel that multiplies bytes as it makes them numbers (GPUs).
     frames = jax.lax.optimization_barrier(frames)
     return jnp.einsum("pk,kd->pd", frames, kernel.reshape(frames.shape[-1], -1))

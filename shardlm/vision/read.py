@@ -71,14 +71,14 @@ def file_of(url: str) -> bytes:
     return decoded(url[comma + 1 :])
 
 
-def decoded(text: str) -> bytes:
+def decoded(text: str, what: str = "an image", most: int = MAX_BYTES) -> bytes:
     """From base64. Raises BadImage."""
-    if len(text) > 2 * MAX_BYTES:
-        raise BadImage(f"an image in base64 has {len(text)} characters, of a file above {MAX_BYTES} bytes; send less")
+    if len(text) > 2 * most:
+        raise BadImage(f"{what} in base64 has {len(text)} characters, of a file above {most} bytes; send less")
     try:
         return base64.b64decode(_SPACE.sub("", text) if _SPACE.search(text) else text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadImage(f"an image is not in base64 ({error}); it begins with {text[:20]!r}") from None
+        raise BadImage(f"{what} is not in base64 ({error}); it begins with {text[:20]!r}") from None
 
 
 def check_size(width: int, height: int) -> None:

@@ -1,5 +1,6 @@
 """The families that see, by the `model_type` of config.json."""
 
+import contextlib
 import dataclasses
 import importlib
 import pathlib
@@ -11,7 +12,9 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES
+from shardlm.vision import glm_videos, qwen_videos
 from shardlm.vision.sight import Sight
+from shardlm.vision.video import video_of_frames
 
 TEXT_ALONE = 'limit_mm_per_prompt={"image": 0} serves its text without'
 
@@ -39,6 +42,10 @@ FAMILIES = {
 # How large images become, of families that read them in any size.
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
 SIZES |= {"minimax": SIZES["qwen"], "paddle": SIZES["qwen"]}
+OF_VIDEOS = {
+    "qwen": qwen_videos.ASKS,
+    "glm": glm_videos.ASKS,
+}  # and of those that read videos, how these are sampled too
 _TRIED = (48, 64)  # pixels of an image
 
 
@@ -64,8 +71,9 @@ def sight_of(
     if not sees(options):
         return None
     family, known = FAMILIES[options["model_type"]], takes(options)
-    if unknown := [name for name in asked if name not in known]:
-        said = f"takes {', '.join(known)}" if known else "has images of one size"
+    every = tuple(dict.fromkeys((*known, *OF_VIDEOS.get(family, ()))))
+    if unknown := [name for name in asked if name not in every]:
+        said = f"takes {', '.join(every)}" if every else "has images of one size"
         raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and {options['model_type']} {said}; leave it out")
     try:
         found = importlib.import_module(f"shardlm.vision.{family}").sight(folder, options, asked)
@@ -94,3 +102,15 @@ def _try(sight: Sight) -> None:
         )
     if not all(np.isfinite(a).all() for a in picture.inputs.values()):
         raise ValueError("numbers that are not finite")
+    if sight.videos:
+        _try_video(sight)
+
+
+def _try_video(sight: Sight) -> None:
+    """The same with a video; what is refused by name is told who sends one."""
+    with contextlib.suppress(ShardlmError):
+        clip = sight.videos.prepare(video_of_frames(np.zeros((4, *_TRIED, 3), np.uint8), {"fps": 24})).clip(
+            lambda _: ()
+        )
+        if not all(np.isfinite(a).all() for one in clip.pictures for a in one.inputs.values()):
+            raise ValueError("numbers of a video that are not finite")

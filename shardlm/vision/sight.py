@@ -7,7 +7,22 @@ from typing import Any
 import numpy as np
 
 from shardlm.errors import ShardlmError
-from shardlm.vision.picture import Picture, Placed, expanded
+from shardlm.vision.picture import Clip, Picture, Placed, expanded
+from shardlm.vision.video import Prepare
+
+
+@dataclasses.dataclass(frozen=True)
+class Videos:
+    """How a checkpoint sees videos, whose frames its encoder of images reads.
+
+    token    that stands for one video in what its chat template writes
+    prepare  video.Video -> video.Planned, whose frames are to be read
+    asks     names by which a request may have its videos prepared otherwise
+    """
+
+    token: int
+    prepare: Prepare
+    asks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +46,7 @@ class Sight:
     joins    (a token, the next): the one that tokenizers write for both, where an image's first or last meets what is
              beside it
     asks     names by which a request may have its images prepared otherwise (`asked`)
+    videos   how it sees videos; None: it sees none
     """
 
     token: int
@@ -46,6 +62,7 @@ class Sight:
     fewer: bool = False
     joins: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     asks: tuple[str, ...] = ()
+    videos: Videos | None = None
 
     def up_to(self, vectors: int) -> "Sight":
         """With programs for images of so many vectors, and no longer ones than that takes."""
@@ -55,14 +72,27 @@ class Sight:
         return dataclasses.replace(self, sizes=tuple(size for size in self.sizes if size <= enough))
 
     def asked(self, how: Mapping[str, Any]) -> "Sight":
-        """Which prepares images otherwise, by the names of preprocessor_config.json. Raises ShardlmError for other
-        names than `asks` has, and for larger images than there are programs for."""
-        if unknown := [name for name in how if name not in self.asks]:
-            takes = f"takes {', '.join(self.asks)}" if self.asks else "has images of one size"
+        """Which prepares images and videos otherwise, by the names of preprocessor_config.json. Raises ShardlmError for
+        other names than `asks` has, or those of videos, and for larger images than there are programs for."""
+        of_videos = self.videos.asks if self.videos else ()
+        if unknown := [name for name in how if name not in self.asks and name not in of_videos]:
+            known = dict.fromkeys((*self.asks, *of_videos))
+            takes = f"takes {', '.join(known)}" if known else "has images of one size"
             raise ShardlmError(f"mm_processor_kwargs has {unknown[0]!r}, and this model {takes}; leave it out")
         given = {name: value for name, value in how.items() if value is not None}
-        return dataclasses.replace(self, prepare=self.prepare.asked(given)) if given else self
+        own = {name: value for name, value in given.items() if name in self.asks}
+        found = dataclasses.replace(self, prepare=self.prepare.asked(own)) if own else self
+        own = {name: value for name, value in given.items() if name in of_videos}
+        if not own:
+            return found
+        return dataclasses.replace(
+            found, videos=dataclasses.replace(self.videos, prepare=self.videos.prepare.asked(own))
+        )
 
-    def expanded(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
-        """A prompt with all tokens of its pictures (picture.py's `expanded`)."""
-        return expanded(ids, pictures, self.token, self.vector, self.tokens, self.joins)
+    def expanded(
+        self, ids: Sequence[int], pictures: Sequence[Picture], clips: Sequence[Clip] = ()
+    ) -> tuple[list[int], tuple[Placed, ...]]:
+        """A prompt with all tokens of its pictures and videos (picture.py's `expanded`). Without videos, their token is
+        as others."""
+        token = self.videos.token if clips else None
+        return expanded(ids, pictures, self.token, self.vector, self.tokens, self.joins, clips, token)

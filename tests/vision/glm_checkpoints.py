@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from qwen_checkpoints import patchified
 from seeing import lively, written
 from served import drawn, with_tokenizer
 
 IMAGE = 90
-IDS = {"image_token_id": IMAGE, "video_token_id": 91, "image_start_token_id": 92, "image_end_token_id": 93}
+VIDEO, BEGIN, END = 91, 88, 89  # of a video, and around one
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": 92, "image_end_token_id": 93}
+IDS |= {"video_start_token_id": BEGIN, "video_end_token_id": END}
 TEXT = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -45,6 +48,8 @@ FAMILIES = {
     ),
     "glm5_next": ("Glm5Next", {}, EYES | {"swiglu_limit": 0.4, "projection_intermediate_size": 48}),
 }
+SPECIAL = {"<|image|>": IMAGE, "<|video|>": VIDEO, "<|begin_of_image|>": 92, "<|end_of_image|>": 93}
+SPECIAL |= {"<|begin_of_video|>": BEGIN, "<|end_of_video|>": END, "<|endoftext|>": 94}
 SIZE = {"shortest_edge": 512, "longest_edge": 8192}
 PREPARATION = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": SIZE}
 
@@ -67,15 +72,22 @@ def folder_of(kind: str, path: pathlib.Path):
     """Writes one; returns (path, transformers' model)."""
     model = drawn(made(kind))
     written(model, path, {}, preprocessor_config=PREPARATION)
-    with_tokenizer(path, TEXT["vocab_size"], {"<|image|>": IMAGE, "<|endoftext|>": 94})
+    with_tokenizer(path, TEXT["vocab_size"], SPECIAL)
     return path, model
 
 
-def inputs(images: Sequence[np.ndarray], ids: Sequence[int]) -> dict[str, Any]:
-    """What transformers' model is called with beside the tokens."""
+def inputs(
+    images: Sequence[np.ndarray], ids: Sequence[int], films: Sequence[tuple[np.ndarray, float]] = ()
+) -> dict[str, Any]:
+    """What transformers' model is called with beside the tokens, which are of images or of videos. `films`: frames of a
+    size that is not changed, and how many a second."""
     import torch
     from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 
+    if films:
+        values, grids = zip(*(patchified(frames, 4, 2, 2) for frames, _ in films), strict=True)
+        found = {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.tensor(grids)}
+        return {**found, "mm_token_type_ids": 2 * (torch.tensor([list(ids)]) == IMAGE).int()}
     if not images:
         return {}
     found = Glm46VImageProcessorPil(**PREPARATION)(list(images), input_data_format="channels_last", return_tensors="pt")

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from seeing import written
+from seeing import functions_of, written
 from served import drawn, with_tokenizer
 
-IMAGE = 90
+from shardlm.vision.images import CLIP_MEAN, CLIP_STD
+
+IMAGE, VIDEO = 90, 91
 TEXT = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -49,6 +51,13 @@ FAMILIES = {
         OF_3,
     ),
 }
+# Of videos: of a frame, or (Qwen3) of all.
+FILMED = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+FILMED |= {"size": {"shortest_edge": 256, "longest_edge": 2048}}
+FILMED_3 = FILMED | {"size": {"shortest_edge": 512, "longest_edge": 8192}, "fps": 2}
+FILMED_3 |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+SPECIAL = {"<|image_pad|>": IMAGE, "<|endoftext|>": 94}
+SPECIAL |= {"<|video_pad|>": VIDEO, "<|vision_start|>": 92, "<|vision_end|>": 93}
 PREPARATION = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 4096}
 
 
@@ -59,7 +68,7 @@ def folder_of(kind: str, path: pathlib.Path):
         pytest.importorskip("transformers", reason="what transformers made is in references/"),
     )
     name, own, vision = FAMILIES[kind]
-    ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 92, "vision_end_token_id": 93}
     rope = dict(MROPE) if kind != "exaone4_5" else {"rope_theta": 10_000.0, "rope_type": "default"}
     text = {**TEXT, **own, "rope_parameters": rope}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=dict(vision), **ids)
@@ -68,19 +77,44 @@ def folder_of(kind: str, path: pathlib.Path):
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    written(model, path, {}, preprocessor_config=PREPARATION)
-    with_tokenizer(path, TEXT["vocab_size"], {"<|image_pad|>": IMAGE, "<|endoftext|>": 94})
+    filmed = FILMED_3 if "num_position_embeddings" in vision else FILMED
+    written(model, path, {}, preprocessor_config=PREPARATION, video_preprocessor_config=filmed)
+    with_tokenizer(path, TEXT["vocab_size"], SPECIAL)
     return path, model
 
 
-def inputs(images: Sequence[np.ndarray], ids: Sequence[int]) -> dict[str, Any]:
-    """What transformers' model is called with beside the tokens."""
+def inputs(
+    images: Sequence[np.ndarray], ids: Sequence[int], films: Sequence[tuple[np.ndarray, float]] = ()
+) -> dict[str, Any]:
+    """What transformers' model is called with beside the tokens. `films`: frames of a size that is not changed, and how
+    many a second."""
     import torch
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    if not images:
+    if not images and not films:
         return {}
-    found = Qwen2VLImageProcessorPil(**PREPARATION)(
-        list(images), input_data_format="channels_last", return_tensors="pt"
-    )
-    return {**found, "mm_token_type_ids": (torch.tensor([list(ids)]) == IMAGE).int()}
+    found = {}
+    if images:
+        process = Qwen2VLImageProcessorPil(**PREPARATION)
+        found |= process(list(images), input_data_format="channels_last", return_tensors="pt")
+    if films:
+        values, grids = zip(*(patchified(frames, 4, 2, 2) for frames, _ in films), strict=True)
+        found |= {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.tensor(grids)}
+        found["second_per_grid_ts"] = torch.tensor([2 / rate for _, rate in films])
+    ids = torch.tensor([list(ids)])
+    # Of a reply that names a token of images, where there are none, it is words.
+    kinds = bool(images) * (ids == IMAGE).int() + 2 * bool(films) * (ids == VIDEO).int()
+    return {**found, "mm_token_type_ids": kinds}
+
+
+def patchified(
+    frames: Sequence[np.ndarray], patch: int, merge: int, together: int, mean=CLIP_MEAN, std=CLIP_STD
+) -> tuple[Any, list[int]]:
+    """(pixel_values_videos, [t, h, w]) of frames that have their size, as the processors' `patchify` makes them."""
+    import torch
+
+    [patchify] = functions_of("qwen2_vl/video_processing_qwen2_vl.py", "patchify")
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(a)[:, None, None] for a in (mean, std))
+    values, *grid = patchify(None, ((pixels - mean) / std)[None], patch, merge, together)
+    return values[0], grid

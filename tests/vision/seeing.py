@@ -5,8 +5,10 @@ import __future__
 import ast
 import functools
 import json
+import logging
 import math
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +72,8 @@ def functions_of(file: str, *names: str) -> list:
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name in names]
     for node in found:
         node.decorator_list = []
-    told = {"np": np, "math": math, "lru_cache": functools.lru_cache}
+    told = {"np": np, "math": math, "lru_cache": functools.lru_cache, "torch": sys.modules.get("torch")}
+    told |= {"logger": logging.getLogger("transformers")}
     flags = __future__.annotations.compiler_flag
     exec(compile(ast.Module(found, []), file, "exec", flags, True), told)
     return [told[name] for name in names]

@@ -13,8 +13,13 @@ from tokenizers import models, pre_tokenizers
 
 from shardlm import LLM, SamplingParams
 from shardlm.serve.outputs import RequestOutput
+from shardlm.vision.picture import Clip
+from shardlm.vision.video import video_of_frames
 
 SIZES = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 4, "block_size": 4, "decode_steps": 4}
+
+
+Film = tuple[np.ndarray, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +31,12 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model of transformers in a folder. inputs: what it is called with beside the tokens, of images and them."""
+    """A model of transformers in a folder. inputs: what it is called with beside the tokens, of images, them, and
+    videos where there are some."""
 
     folder: pathlib.Path
     model: Any
-    inputs: Callable[[Sequence[np.ndarray], Sequence[int]], dict[str, Any]]
+    inputs: Callable[..., dict[str, Any]]
 
 
 def with_tokenizer(folder: pathlib.Path, vocab_size: int, special: dict[str, int]) -> None:
@@ -65,35 +71,47 @@ class Said:
     prompt: list[float]
 
 
-def by_transformers(family: Family, ids: Sequence[int], images: Sequence[np.ndarray], count: int) -> Said:
+def by_transformers(
+    family: Family, ids: Sequence[int], images: Sequence[np.ndarray], count: int, *films: Sequence
+) -> Said:
     """Greedy, every token from all before it."""
     import torch
 
     told, said = list(ids), None
     with torch.no_grad():
         for _ in range(count):
-            logits = family.model(input_ids=torch.tensor([told]), **family.inputs(images, told)).logits[0].float()
+            given = family.inputs(images, told, *films)
+            logits = family.model(input_ids=torch.tensor([told]), **given).logits[0].float()
             said = torch.log_softmax(logits, -1) if said is None else said
             told.append(int(logits[-1].argmax()))
     return Said(told[len(ids) :], [said[i, ids[i + 1]].item() for i in range(len(ids) - 1)])
 
 
-Ask = tuple[Sequence[int], Sequence[np.ndarray]]
+# Tokens, images, and where there are some videos: frames and how many a second.
+Ask = tuple[Sequence[int], Sequence[np.ndarray]] | tuple[Sequence[int], Sequence[np.ndarray], Sequence[Film]]
 
 
 def asked(llm: LLM, asks: Sequence[Ask], count: int = 6, scored: bool = False, **params: Any) -> list[RequestOutput]:
-    """The answers to prompts, in which the image token stands for an image, all at once."""
+    """The answers to prompts, in which the image token stands for an image and that of videos for one, all at once."""
     sight, engine, done = llm.engine.sight, llm.engine, {}
     params = {"temperature": 0, "max_tokens": count, "ignore_eos": True, **params}
     params |= {"prompt_logprobs": 0} if scored else {}
-    for number, (ids, images) in enumerate(asks):
+    for number, (ids, images, *films) in enumerate(asks):
         pictures = [sight.prepare(image) for image in images]
-        ids, placed = sight.expanded(ids, pictures)
+        clips = [clip_of(llm, film) for film in (films[0] if films else ())]
+        ids, placed = sight.expanded(ids, pictures, clips)
         engine.add(str(number), ids, SamplingParams(**params), pictures=placed)
     while len(done) < len(asks):
         done |= {output.request_id: output for output in engine.step() if output.finished}
     assert not any(output.error for output in done.values())
     return [done[str(number)] for number in range(len(asks))]
+
+
+def clip_of(llm: LLM, film: Film) -> Clip:
+    """All of its frames."""
+    own = video_of_frames(film[0], {"fps": film[1], "do_sample_frames": False})
+    about = dataclasses.replace(own, chosen=range(own.count))
+    return llm.engine.sight.videos.prepare(about).clip(llm.tokenizer.encode)
 
 
 def replies(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -105,7 +123,9 @@ def held_to_transformers(family: Family, llm: LLM, asks: Sequence[Ask], count: i
     """Greedy replies, and log-probabilities of prompts."""
     outputs = asked(llm, asks, count, scored=True)
     pairs = zip(outputs, asks, strict=True)
-    theirs = [by_transformers(family, output.prompt_token_ids, images, count) for output, (_, images) in pairs]
+    theirs = [
+        by_transformers(family, output.prompt_token_ids, images, count, *films) for output, (_, images, *films) in pairs
+    ]
     references.keep(family.folder, asks, [dataclasses.asdict(one) for one in theirs])
     same(outputs, theirs, close)
 

@@ -6,8 +6,8 @@ from served import SIZES, asked, held_to_references, replies
 
 from shardlm import LLM
 
-# DeepStack and three axes, both directions: the others are wide.
-ALWAYS = ("qwen3_vl", "gemma3")
+# DeepStack and three axes in a video, both directions: the others are wide.
+ALWAYS = ("gemma3", "qwen3_vl-video")
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in references.NAMES if name not in ALWAYS]
 
 

@@ -10,7 +10,7 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.service import Service
 from shardlm.serve.messages import Message, rendered
 from shardlm.serve.prompts import check_length
-from shardlm.vision.image_parts import BadMessage, has_images, plain_text
+from shardlm.vision.image_parts import BadMessage, has_media, plain_text
 
 _LATER = "what is said later"
 
@@ -24,11 +24,11 @@ async def prompt(
         raise ApiError("this model has no chat template; it continues plain text at /v1/completions", param="messages")
     if not messages:
         raise ApiError("messages is empty; give at least one, such as one from the user", param="messages")
-    if llm.images and not sees and any(map(has_images, messages)):
+    if llm.images and not sees and any(map(has_media, messages)):
         raise ApiError(
             "messages has images, which are read in chats and embeddings; leave them out here", param="messages"
         )
-    form["token"] = token_of(llm) if sees else ""
+    form |= marks_of(llm) if sees else {"token": ""}
     try:
         # Long conversations take a while: the event loop stays free for the streams.
         return await asyncio.to_thread(rendered, llm.template, messages, tools, **form)
@@ -38,9 +38,9 @@ async def prompt(
         raise ApiError(str(error), param="messages") from None
 
 
-def token_of(llm) -> str:
-    """What stands for an image in its prompts; "": it does not see."""
-    return llm.images.token if llm.images else ""
+def marks_of(llm) -> dict[str, str]:
+    """What stands for an image in its prompts, "token", and for a "video"; "": it does not see."""
+    return {"token": llm.images.token, "video": llm.images.video_token} if llm.images else {"token": "", "video": ""}
 
 
 async def tokens(service: Service, text: str, encode: Callable[[str], list[int]], truncates: bool) -> list[int]:

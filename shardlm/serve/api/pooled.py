@@ -3,7 +3,7 @@ the last token of each."""
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from shardlm.serve.api.images import pictures_of
 from shardlm.serve.api.protocol import PooledRequest, prompts_of
 from shardlm.serve.api.sampling import check_order
 from shardlm.serve.api.service import Call, Service
+from shardlm.serve.images import Prepared
 from shardlm.serve.request import check_prompt
 from shardlm.vision.image_places import encoded
-from shardlm.vision.picture import Picture
 
 
 async def pooled(call: Call, request: PooledRequest) -> tuple[list[np.ndarray], int]:
@@ -48,7 +48,7 @@ async def vectors_of(
     special: bool = True,
     priority: int = 0,
     salt: str = "",
-    pictures: Sequence[Picture] | None = None,
+    pictures: Mapping[str, Sequence[Prepared]] | None = None,
 ) -> tuple[list[np.ndarray], int]:
     """(what the model makes of each prompt, float32 [D]; their tokens together). `truncate`: the last so many tokens of
     each, -1 for as many as the model has room for. `special`: texts get what stands at the ends of documents.
@@ -60,8 +60,8 @@ async def vectors_of(
     keep = _kept(truncate, llm.max_model_len)
     encode = llm.tokenizer.encode_prompt if special else llm.tokenizer.encode
     if pictures is not None:
-        token = conversation.token_of(llm)
-        encode = functools.partial(encoded, token=token, tokenizer=llm.tokenizer, encode=encode)
+        marks = conversation.marks_of(llm)
+        encode = functools.partial(encoded, tokenizer=llm.tokenizer, encode=encode, **marks)
     read = [
         await conversation.tokens(service, one, encode, keep > 0) if isinstance(one, str) else one for one in prompts
     ]
@@ -79,14 +79,15 @@ async def vectors_of(
 
 
 async def _with_images(
-    call: Call, ids: Sequence[int], pictures: Sequence[Picture], keep: int
+    call: Call, ids: Sequence[int], pictures: Mapping[str, Sequence[Prepared]], keep: int
 ) -> tuple[list[dict[str, Any]], int]:
     """(the only prompt, how many tokens it has). Raises ApiError, ShardlmError."""
     if keep:
         message = "truncate_prompt_tokens of a prompt with images could leave half of one; leave it out"
         raise ApiError(message, param="truncate_prompt_tokens")
-    whole, _ = await asyncio.to_thread(call.service.llm.images.placed, ids, pictures)
-    return [{"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}], len(whole)
+    both = pictures.get("image", ()), pictures.get("video", ())
+    whole, _ = await asyncio.to_thread(call.service.llm.images.placed, ids, *both)
+    return [{"prompt_token_ids": ids, "multi_modal_data": dict(pictures)}], len(whole)
 
 
 def _answered(service: Service, prompts: int) -> None:

@@ -17,15 +17,16 @@ from shardlm.serve.api.metrics import Clock, Metrics
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.beam_search import BeamSearchParams
+from shardlm.serve.images import Prepared
 from shardlm.serve.long_texts import LongTexts
 from shardlm.serve.outputs import RequestOutput
 from shardlm.serve.prompts import Prompt
 from shardlm.serve.request import check_prompt
 from shardlm.serve.sampling_params import SamplingParams
-from shardlm.vision.picture import Picture
 
 KINDS = 32
 FILES = 64  # of images by their address that all requests hold at once: 2 GiB of the largest
+VIDEOS = 8  # the same of videos: 1 GiB
 _TOOLS = "tools of type %.50r are not run here, and models are not told of them"
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and its replies so far
 
@@ -46,6 +47,7 @@ class Service(Serving):
         self.load = 0  # requests under way that have, or wait for, the devices
         self.unanswered = 0  # prompts in the engine, or with images still to come, that have had no output yet
         self.files = asyncio.Semaphore(FILES)
+        self.videos = asyncio.Semaphore(VIDEOS)
         self.long_texts = LongTexts()
         self._left_out: set[str] = set()  # what the log says of kinds of tools, or of options, that are
         self.shows_later_system: bool | None = None  # of the chat template; None: not looked at yet
@@ -108,7 +110,7 @@ class Call:
         self.created, self.began = int(time.time()), time.perf_counter()
         self.stack = contextlib.AsyncExitStack()
         self.adapter: LoRARequest | None = None
-        self.pictures: dict[str, Picture] = {}
+        self.pictures: dict[str, Prepared] = {}
 
     async def replies(
         self,

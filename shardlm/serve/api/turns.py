@@ -21,7 +21,7 @@ from shardlm.serve.images import check_cut
 from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.tokenizer import Tokenizer
-from shardlm.vision.image_parts import has_images
+from shardlm.vision.image_parts import has_media
 from shardlm.vision.image_places import encoded, shown
 
 Piece = str | Thought | CallDelta
@@ -126,7 +126,7 @@ async def begin(
     service, llm, tools = call.service, call.service.llm, _tools(call, request)
     params = _params(call, request, tools)
     rendered = await _text(call, request, tools)
-    text, thinking = shown(rendered, conversation.token_of(llm)), None
+    text, thinking = shown(rendered, **conversation.marks_of(llm)), None
     if service.reasoning is None:
         bounded(None, params, lambda _: None)
     else:
@@ -137,12 +137,12 @@ async def begin(
     tokens = await _encoded(call, request, rendered, params.truncate_prompt_tokens is not None)
     beams = beam_params(request, params)
     prompt: list[int] | dict = [*before, *tokens]
-    if any(map(has_images, request.messages)):
+    if any(map(has_media, request.messages)):
         check_cut(params)
         if beams:
             raise ApiError("use_beam_search is of texts alone; leave it out, or the images", param="use_beam_search")
-        pictures = await pictures_of(call, request.messages, request.mm_processor_kwargs)
-        prompt = {"prompt_token_ids": prompt, "multi_modal_data": {"image": pictures}}
+        media = await pictures_of(call, request.messages, request.mm_processor_kwargs)
+        prompt = {"prompt_token_ids": prompt, "multi_modal_data": media}
     replies = await call.replies([prompt], params, request.priority or 0, request.cache_salt or "", beams)
     shows = request.include_reasoning is not False
     asked = Asked(tools, thinking, llm.tokenizer, params.skip_special_tokens, text, shows)
@@ -153,8 +153,9 @@ async def prompt_length(call: Call, request: ChatRequest, any_length: bool = Fal
     """Tokens of a request's prompt. Raises ApiError, and unless it is to be counted at `any_length` PromptTooLong where
     it is too long for sure."""
     tokens = await _encoded(call, request, await _text(call, request, _tools(call, request)), any_length)
-    if pictures := await pictures_of(call, request.messages, request.mm_processor_kwargs):
-        tokens, _ = await asyncio.to_thread(call.service.llm.images.placed, tokens, pictures)
+    if media := await pictures_of(call, request.messages, request.mm_processor_kwargs):
+        both = media.get("image", ()), media.get("video", ())
+        tokens, _ = await asyncio.to_thread(call.service.llm.images.placed, tokens, *both)
     return len(tokens)
 
 
@@ -178,7 +179,7 @@ async def _encoded(call: Call, request: ChatRequest, text: str, truncates: bool)
     # Templates write what stands at the beginning, such as <|begin_of_text|>: it must not come twice.
     tokenizer = call.service.llm.tokenizer
     encode = tokenizer.encode_prompt if request.add_special_tokens else tokenizer.encode
-    own = {"token": conversation.token_of(call.service.llm), "tokenizer": tokenizer, "encode": encode}
+    own = {"tokenizer": tokenizer, "encode": encode, **conversation.marks_of(call.service.llm)}
     return await conversation.tokens(call.service, text, functools.partial(encoded, **own), truncates)
 
 

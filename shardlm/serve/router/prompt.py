@@ -18,7 +18,7 @@ MOST = BLOCK * MOST_BLOCKS
 # An image counts as a text of about as many tokens, 1,024 of some 4 characters, and is known by its length and so many
 # characters of both ends: it may have ten million.
 IMAGE, ENDS = 4096, 16_384
-_IMAGES = ("image_url", "input_image", "image")
+_IMAGES = ("image_url", "input_image", "image", "video_url", "video")
 
 
 class _Body(msgspec.Struct):

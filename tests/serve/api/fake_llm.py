@@ -71,7 +71,7 @@ class FakeLLM:
 
     async def generate(self, prompt, params, *, request_id, priority=0, salt="", lora_request=None):
         given = given_with(prompt)
-        prompt = prompt["prompt_token_ids"] if given.images else prompt
+        prompt = prompt["prompt_token_ids"] if given.media else prompt
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         ids, pictures = with_images(self.images, ids, given, self.max_model_len)
         self.pictures.append(pictures)
@@ -153,7 +153,7 @@ class FakeLLM:
 
     async def pool(self, token_ids, lora_request=None, *, priority=0, salt=""):
         await asyncio.sleep(0)
-        if (given := given_with(token_ids)).images:
+        if (given := given_with(token_ids)).media:
             token_ids, pictures = with_images(self.images, token_ids["prompt_token_ids"], given, self.max_model_len)
             self.pictures.append(pictures)
         self.pooled.append((self.tokenizer.decode(token_ids, skip_special=False), priority, salt))

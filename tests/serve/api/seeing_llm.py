@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from fake_llm import FakeLLM
@@ -15,12 +16,13 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.images import Images
 from shardlm.serve.reply_form import FormCompiler
 from shardlm.tokenizer import train_bpe
-from shardlm.vision.picture import Picture
-from shardlm.vision.sight import Sight
+from shardlm.vision.picture import Clip, Picture
+from shardlm.vision.sight import Sight, Videos
+from shardlm.vision.video import Video
 
-PAD, ROW = "<|image_pad|>", "<|row|>"
-SPECIAL = ("<|endoftext|>", PAD, ROW, "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>")
-# Qwen 2.5 VL's, without videos.
+PAD, ROW, VIDEO = "<|image_pad|>", "<|row|>", "<|video_pad|>"
+SPECIAL = ("<|endoftext|>", PAD, ROW, "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>", VIDEO)
+# Qwen 2.5 VL's, without videos, and with.
 PARTS = """{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system
 You are a helpful assistant.<|im_end|>
 {% endif %}<|im_start|>{{ message['role'] }}
@@ -28,6 +30,9 @@ You are a helpful assistant.<|im_end|>
 {% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""  # noqa: E501
+PLACE = "{% elif content['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+FILMS = PARTS.replace("{% elif 'text' in content %}", f"{PLACE}{{% elif 'text' in content %}}")
+ASKS = ("num_frames",)
 # LLaVA 1.5's way: contents are lists alone, and images come first.
 LISTS = """{% for message in messages %}{{ message['role'] | upper }}: {% for content in message['content'] | selectattr('type', 'equalto', 'image') %}<|image_pad|>
 {% endfor %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] }} {% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"""  # noqa: E501
@@ -62,12 +67,44 @@ def sight(prepared=None):
     def tokens(picture):
         return ([ids[PAD]] * picture.grid[1] + [ids[ROW]]) * picture.grid[0]
 
-    return Sight(ids[PAD], ids[PAD], prepare, tokens, (64, 1024), None)
+    return Sight(
+        ids[PAD], ids[PAD], prepare, tokens, (64, 1024), None, videos=Videos(ids[VIDEO], Frames(prepare, ids), ASKS)
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frames:
+    """Videos of which every `step`th frame is an image, with a token of a row before each."""
+
+    prepare: Callable
+    ids: Mapping[str, int]
+    step: int = 1
+
+    def asked(self, how):
+        return dataclasses.replace(self, step=how["num_frames"])
+
+    def __call__(self, video):
+        return Reading(self, video, video.size[0] // 16 * (video.size[1] // 16) * len(range(0, video.count, self.step)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reading:
+    how: Frames
+    video: Video
+    vectors: int
+
+    def clip(self, encode):
+        pictures = tuple(self.video.read(range(0, self.video.count, self.how.step), self.how.prepare))
+        ids, tokens, spans = self.how.ids, [], []
+        for one in pictures:
+            tokens += [ids[ROW], *[ids[VIDEO]] * one.vectors]
+            spans.append((len(tokens) - one.vectors, len(tokens)))
+        return Clip(pictures, tokens, spans)
 
 
 @dataclasses.dataclass
 class SeeingLLM(FakeLLM):
-    """limit: of images in a prompt."""
+    """limit: of images in a prompt, and of videos."""
 
     template_source: str = PARTS
     limit: int | None = None
@@ -79,8 +116,8 @@ class SeeingLLM(FakeLLM):
         self.template = ChatTemplate(self.template_source)
         self._end = self.tokenizer.end_of_document_id
         self._forms = FormCompiler(self.tokenizer, self.tokenizer.vocab_size, [self._end])
-        limits = None if self.limit is None else {"image": self.limit}
-        self.images = Images(sight(self.prepared), self.tokenizer, limits)
+        limits = None if self.limit is None else {"image": self.limit, "video": self.limit}
+        self.images = Images(sight(self.prepared), self.tokenizer, limits, most=self.max_model_len)
 
 
 def picture(height=32, width=48, shade=90):

@@ -23,7 +23,7 @@ def test_addresses(tmp_path, monkeypatch):
     llm = SeeingLLM()
     client = Client(llm, media=MediaRules(("images.example",), str(tmp_path)))
 
-    async def fetched(url, rules):
+    async def fetched(url, rules, most):
         assert (url, rules.allowed_media_domains) == ("https://images.example/b", ("images.example",))
         await asyncio.sleep(0)
         return TWO
@@ -57,7 +57,7 @@ async def _held(client, monkeypatch, requests, file):
     """(answers to requests of twelve images by address; the most that were fetched at once; how many waited then)."""
     now, most, waited = 0, 0, []
 
-    async def fetched(url, rules):
+    async def fetched(url, *_):
         nonlocal now, most
         now += 1
         most = max(most, now)
@@ -88,7 +88,7 @@ def test_a_request_that_is_looked_at_several_times_fetches_its_images_once(llm, 
     """As where turns are left out until the model has room for the rest."""
     asked = []
 
-    async def fetched(url, rules):
+    async def fetched(url, *_):
         asked.append(url)
         return ONE
 

@@ -300,6 +300,6 @@ def test_of_what_is_prompts_in_memory(llm):
     assert images.images_of({"prompt": "a", "multi_modal_data": {"image": ONE}}) == (ONE,)
     for none in ({}, {"image": None}, {"image": ()}, None):
         assert images.images_of({"prompt": "a", "multi_modal_data": none}) == images.images_of("a") == ()
-    for wrong in ({"video": 1}, [ONE]):
-        with pytest.raises(ShardlmError, match=r'multi_modal_data has .*; it is {"image": one or a list}'):
+    for wrong in ({"audio": 1}, [ONE]):
+        with pytest.raises(ShardlmError, match=r'multi_modal_data has .*; it is {"image": one or a list, "video": one'):
             images.images_of({"prompt": "a", "multi_modal_data": wrong})

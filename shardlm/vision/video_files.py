@@ -1,0 +1,219 @@
+"""Files of videos: MP4 and MOV, WebM and Matroska, AVI by PyAV (FFmpeg), GIF, APNG and WebP by Pillow. What a file may
+be is told by its first bytes and no other demuxer is asked, as some of FFmpeg's (playlists, lists of files) open
+further addresses; sizes are looked at before a frame is unpacked, frames are unpacked one by one, and all of it has its
+time. No jax."""
+
+import contextlib
+import functools
+import io
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from PIL import Image
+
+from shardlm.errors import ShardlmError
+from shardlm.vision.read import MAX_PIXELS, check_size, decoded, pixels_of
+from shardlm.vision.video import BadVideo, Video, video_of_frames
+
+MAX_BYTES = 128 * 2**20  # of a file; a request's body has its own bound
+MAX_FRAMES = 2**17  # an hour of 30 a second has 108,000
+MAX_SECONDS = 30.0  # that reading one may take: frames before a wanted one are unpacked too, some 200 of 1080p a second
+CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "theora")
+KNOWN = "MP4, MOV, WebM, Matroska, AVI, GIF, APNG and WebP"
+_FRAMES_URL = "data:video/jpeg;base64,"  # vLLM's for frames, with commas between
+_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")  # that QuickTime's files begin with
+_ANIMATED = {b"GIF8": "GIF", b"\x89PNG": "PNG"}
+
+T = TypeVar("T")
+
+
+def video_of_url(url: str) -> Video:
+    """Of data:video/mp4;base64,... or of frames, data:video/jpeg;base64,FRAME,FRAME. Raises BadVideo."""
+    if url[: len(_FRAMES_URL)].lower() == _FRAMES_URL:
+        return video_of_frames([decoded(one) for one in url[len(_FRAMES_URL) :].split(",")])
+    head, comma, data = url.partition(",")
+    if url[:5].lower() != "data:" or not comma or not head.lower().endswith(";base64"):
+        raise BadVideo(f"a video's address is {url[:40]!r}; it is data:video/mp4;base64,... with its file")
+    return video_of_file(decoded(data, "a video", MAX_BYTES))
+
+
+def video_of_file(file: bytes) -> Video:
+    """Raises BadVideo."""
+    if len(file) > MAX_BYTES:
+        raise BadVideo(
+            f"a video's file has {len(file)} bytes; at most {MAX_BYTES} are read. Cut it, or make it smaller"
+        )
+    kind = _kind(file)
+    try:
+        return _animation(file, kind) if kind in ("GIF", "PNG", "WEBP") else _film(file, kind)
+    except ShardlmError:
+        raise
+    except Exception as error:  # a file may be wrong in every way, and readers raise whatever comes of it
+        raise _broken(error) from None
+
+
+def _kind(file: bytes) -> str:
+    """FFmpeg's name of the demuxer, or Pillow's of the format."""
+    if file[4:8] in _BOXES:
+        return "mov"
+    if file[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    if file[:4] == b"RIFF" and file[8:12] in (b"AVI ", b"WEBP"):
+        return "avi" if file[8:12] == b"AVI " else "WEBP"
+    if file[:4] in _ANIMATED:
+        return _ANIMATED[file[:4]]
+    what = f"{len(file)} bytes that begin with {file[:12]!r}" if file else "empty"
+    raise BadVideo(f"a video's file is {what}; it is none of {KNOWN}, or broken")
+
+
+def _broken(error: Exception) -> BadVideo:
+    return BadVideo(f"a video's file cannot be read: {type(error).__name__}: {error!s:.200}")
+
+
+def _in_time() -> Callable[[int], None]:
+    """A function to call with the number of frames so far. Raises BadVideo where there are too many, or time is up."""
+    end = time.monotonic() + MAX_SECONDS
+
+    def check(frames: int) -> None:
+        if frames > MAX_FRAMES:
+            raise BadVideo(f"a video has more than {MAX_FRAMES} frames; cut it")
+        if time.monotonic() > end:
+            raise BadVideo(
+                f"{frames} frames of a video took more than {MAX_SECONDS:g} seconds; cut it, or make it smaller"
+            )
+
+    return check
+
+
+def _read(
+    frames: Callable[[], Any], size: tuple[int, int], indices: Sequence[int], then: Callable[[np.ndarray], T]
+) -> list[T]:
+    """What is made of frames by their numbers, ascending. `frames()`: a context of an iterator over functions that
+    unpack one each."""
+    wanted, found, check = set(indices), {}, _in_time()
+    try:
+        with frames() as every:
+            for number, pixels in enumerate(every):
+                check(number)
+                if number in wanted:
+                    own = pixels()
+                    if own.shape[:2] != size:
+                        raise BadVideo(
+                            f"frame {number} of a video has {own.shape[1]} x {own.shape[0]} pixels and the first "
+                            f"{size[1]} x {size[0]}; videos that change their size are not read"
+                        )
+                    found[number] = then(own)
+                if number >= indices[-1]:
+                    break
+    except ShardlmError:
+        raise
+    except Exception as error:
+        raise _broken(error) from None
+    if missing := wanted - found.keys():
+        raise BadVideo(f"a video ends before its frame {min(missing)}: its file is cut off or broken; write it anew")
+    return [found[number] for number in indices]
+
+
+def _film(file: bytes, kind: str) -> Video:
+    check = _in_time()
+    with _opened(file, kind) as (container, stream):
+        count = 0
+        for packet in container.demux(stream):
+            count += packet.size > 0
+            check(count)
+        told = stream.frames  # 0 where the file does not say; packets are there in any case
+        count = min(count, told) if told > 0 else count
+        rate = stream.average_rate or stream.guessed_rate
+    with _frames(file, kind) as frames:
+        first = next(frames, None)
+        if first is None or not count:
+            raise BadVideo("a video's file has no frame that can be shown; write it anew")
+        size = first().shape[:2]
+    if not rate:
+        raise BadVideo("a video's file does not say how many frames a second it has; write it anew")
+    read = functools.partial(_read, functools.partial(_frames, file, kind), size)
+    return Video(count, size, float(rate), read, of_file=True)
+
+
+@contextlib.contextmanager
+def _opened(file: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
+    """(container, its stream of frames) of PyAV. Raises BadVideo for what is not unpacked."""
+    try:
+        import av
+    except ModuleNotFoundError:
+        raise BadVideo(
+            "videos' files are read by PyAV, which is not installed: pip install 'shardlm[video]', or give frames"
+        ) from None
+    bound = {"max_pixels": str(MAX_PIXELS)}
+    with av.open(io.BytesIO(file), format=kind, metadata_errors="ignore", options=bound) as container:
+        if not container.streams.video:
+            raise BadVideo("a video's file has no frames, only sound or text")
+        stream = container.streams.video[0]
+        codec = stream.codec_context
+        name = "unknown" if codec is None else codec.codec.canonical_name
+        if name not in CODECS:
+            raise BadVideo(f"a video is coded as {name}; it is one of {', '.join(CODECS)}")
+        check_size(codec.width, codec.height)
+        codec.options = bound
+        codec.thread_count = 1  # videos are read side by side
+        yield container, stream
+
+
+@contextlib.contextmanager
+def _frames(file: bytes, kind: str) -> Iterator[Iterator[Callable[[], np.ndarray]]]:
+    with _opened(file, kind) as (container, stream):
+        yield (functools.partial(_upright, frame) for frame in container.decode(stream))
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """uint8 [H, W, 3] of a frame of PyAV, turned as its camera was held."""
+    check_size(frame.width, frame.height)
+    pixels = frame.to_ndarray(format="rgb24")
+    turns = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+
+
+def _animation(file: bytes, kind: str) -> Video:
+    with _shots(file, kind) as shots:
+        count, milliseconds, size, check = 0, 0, None, _in_time()
+        for shot in shots:
+            count += 1
+            check(count)
+            image = shot()
+            milliseconds += image.info.get("duration", 0)
+            size = size or image.size[::-1]
+    rate = 1000 * count / milliseconds if milliseconds else None
+    if rate is None:
+        raise BadVideo(f"a video's {kind} file does not move; send it as an image")
+    read = functools.partial(_read, functools.partial(_unpacked, file, kind), size)
+    return Video(count, size, rate, read, of_file=True)
+
+
+@contextlib.contextmanager
+def _shots(file: bytes, kind: str) -> Iterator[Iterator[Callable[[], Image.Image]]]:
+    """Functions that load one frame each, in turn, into the same image."""
+    with Image.open(io.BytesIO(file), formats=(kind,)) as image:
+        check_size(*image.size)
+        yield _each(image)
+
+
+def _each(image: Image.Image) -> Iterator[Callable[[], Image.Image]]:
+    for number in range(MAX_FRAMES + 2):
+        try:
+            image.seek(number)
+        except EOFError:
+            return
+
+        def loaded() -> Image.Image:
+            image.load()
+            return image
+
+        yield loaded
+
+
+@contextlib.contextmanager
+def _unpacked(file: bytes, kind: str) -> Iterator[Iterator[Callable[[], np.ndarray]]]:
+    with _shots(file, kind) as shots:
+        yield (functools.partial(lambda shot: pixels_of(shot()), shot) for shot in shots)
