@@ -1,8 +1,9 @@
 """What images add to a step of training on them: an encoder that stands still, whole on each device, and the vectors
-that it makes, which come with the batch. Estimates, by formulas, beside a plan that knows nothing of images; the
+that it makes, which come with the batch. Estimates, by formulas, of every way to run that a search looks at; the
 encoder's own temporaries (87 to 372 MiB for images of up to 16,384 patches, compiled) are not counted."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 
@@ -10,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.hardware import Gpu
 from shardlm.models.pretrained import Pretrained
 from shardlm.plan.serving.encoder import Image
 from shardlm.plan.serving.images import Seen, seen_of
 from shardlm.plan.serving.time import image_seconds
 from shardlm.plan.sketch import Sketch
 from shardlm.serve.bench.image_work import size_of
+from shardlm.serve.image_encoder import places_of
+from shardlm.serve.pool_size import CHUNK_TOKENS
 from shardlm.train.config import RunConfig
 from shardlm.train.seeing import prepared_as
 
@@ -38,6 +42,19 @@ class RowImages:
     tokens: int
     seen: Seen
     image: Image
+
+    def added(self, sketch: Sketch) -> "TrainingImages":
+        """What they add to a step. Vectors lie as the batch's other arrays do."""
+        act, train, mesh = sketch.rules.act, sketch.config.train, sketch.mesh
+        ways = mesh.size(*act.axes("batch"))
+        numbers = self.seen.width * train.global_batch * train.seq_len // (ways * mesh.size(*act.axes("whole_seq")))
+        images = math.ceil(train.global_batch / ways * self.count / (mesh.size(*mesh.sizes()) // ways))
+        seconds = images * _seconds(self.image, sketch.gpu)
+        return TrainingImages(DTYPE.itemsize * self.seen.parameters, DTYPE.itemsize * numbers, seconds)
+
+    def sampled_bytes(self, seq_len: int) -> int:
+        """Of the vectors that a copy which samples replies of so many tokens has room for (shardlm/reinforce)."""
+        return DTYPE.itemsize * self.seen.width * places_of(seq_len, CHUNK_TOKENS[False])
 
     @classmethod
     def asked(cls, text: str, config: RunConfig) -> "RowImages":
@@ -84,12 +101,12 @@ class TrainingImages:
     vector_bytes: int
     encoder_seconds: float
 
-    @classmethod
-    def of(cls, sketch: Sketch, rows: RowImages) -> "TrainingImages":
-        """Vectors lie as the batch's other arrays do."""
-        act, train, mesh = sketch.rules.act, sketch.config.train, sketch.mesh
-        ways = mesh.size(*act.axes("batch"))
-        numbers = rows.seen.width * train.global_batch * train.seq_len // (ways * mesh.size(*act.axes("whole_seq")))
-        images = math.ceil(train.global_batch / ways * rows.count / (mesh.size(*mesh.sizes()) // ways))
-        seconds = images * image_seconds(rows.image, sketch.gpu, DTYPE)
-        return cls(DTYPE.itemsize * rows.seen.parameters, DTYPE.itemsize * numbers, seconds)
+    @property
+    def nbytes(self) -> int:
+        """On each device, throughout a step."""
+        return self.encoder_bytes + self.vector_bytes
+
+
+@functools.lru_cache(maxsize=256)
+def _seconds(image: Image, gpu: Gpu) -> float:
+    return image_seconds(image, gpu, DTYPE)
