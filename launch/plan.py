@@ -87,11 +87,11 @@ def main(resolved: Resolved, words: list[str]) -> int:
     budget = budget_of(config, cluster, _TOKENS.value, _PRICE.value, at=_CLUSTER.value)
     constraints = Constraints.parse([*words, *fixed_fields(given(resolved))])
     patience = PATIENCE if _VERIFY.value is None else math.inf
-    how = {"compiled": _compiled(2), "patience": patience, "budget": budget, "say": telling()}
+    how = {"compiled": _compiled(2), "patience": patience, "budget": budget, "images": images, "say": telling()}
     found = answer(config, cluster, constraints, **how)
-    counts = around(config, cluster, constraints) if _REPORT.value else ()
+    counts = around(config, cluster, constraints, images) if _REPORT.value else ()
     overrides = dict(given(resolved))
-    told = to_json(found, config_name(), counts, most=_TOP.value, overrides=overrides, images=images)
+    told = to_json(found, config_name(), counts, most=_TOP.value, overrides=overrides)
     print(json.dumps(told, indent=2) if _FORMAT.value == "json" else to_text(told))
     if _REPORT.value:
         pathlib.Path(_REPORT.value).write_text(to_html(told), encoding="utf-8")

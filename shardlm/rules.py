@@ -92,8 +92,7 @@ class Table:
     @functools.cached_property
     def _used(self) -> dict[str, tuple[str, ...]]:
         """Name -> mesh axes larger than 1: asked for at every parameter of every mesh that a planner looks at."""
-        sizes = self.mesh.sizes()
-        return {name: tuple(axis for axis in axes if sizes[axis] > 1) for name, axes in self.entries}
+        return _larger(self.entries, tuple([axis for axis, size in self.mesh.sizes().items() if size > 1]))
 
     def split(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Mesh axes larger than 1 that an array with dimensions of these names is split over."""
@@ -150,6 +149,12 @@ class Table:
         divisors = ", ".join(map(str, sorted({*small, *(size // d for d in small)})))
         choose = f"{axes[0]} from {divisors}" if len(axes) == 1 else f"{' x '.join(axes)} with product in {divisors}"
         raise ShardlmError(f"{name}={size} cannot be split over {what}; choose {choose}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _larger(entries: Entries, there: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The same of all meshes whose axes larger than 1 are `there`."""
+    return {name: tuple([axis for axis in axes if axis in there]) for name, axes in entries}
 
 
 TABLES = ("rest", "use", "grads", "optimizer", "act")

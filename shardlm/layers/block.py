@@ -72,6 +72,11 @@ class BlockConfig:
         """What mixes tokens: attention, and what is beside it."""
         return (self.attention, self.memory) if self.memory else (self.attention,)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether what layers make goes to several streams, by shares that are learned."""
+        return self.streams is not None and not isinstance(self.streams, ShortcutConfig)
+
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights that take part in a matmul for each token."""
         around = (self.streams,) if isinstance(self.streams, AltUpConfig) else ()

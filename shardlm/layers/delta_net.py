@@ -63,6 +63,7 @@ class DeltaNetConfig:
         """Whether decays and gates are made through latents."""
         return self.by_channel and not self.straight
 
+    takes_back = True  # of a state what it holds for a key (ops/gated_delta.py)
     window = None  # no keys are kept of which a token could see some
     rope = None
     softcap = 0.0

@@ -22,6 +22,8 @@ class LightningConfig(DeltaNetConfig):
 
     decay: float = 1.0
 
+    takes_back = False
+
     @classmethod
     def of(cls, num_heads: int, head_dim: int, decay: float) -> "LightningConfig":
         return cls(num_heads, num_heads, head_dim, head_dim, 2, decay=decay)

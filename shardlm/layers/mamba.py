@@ -45,6 +45,8 @@ class MambaConfig(DeltaNetConfig):
     norms: Literal["after_gate", "before_gate", "none"] = "after_gate"
     factors: Factors = Factors()
 
+    takes_back = False
+
     def parameters_per_token(self, embed_dim: int) -> int:
         """Weights of the projections, each used once for a token."""
         of_keys, of_values = self.num_kv_heads * self.head_dim, self.num_heads * self.value_dim

@@ -124,6 +124,11 @@ class MoeConfig:
         return self.num_experts + self.idle
 
     @property
+    def working(self) -> float:
+        """Of a token's choices, those that are experts which compute, under an even load."""
+        return self.top_k * self.num_experts / self.choices
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Of the hidden layers, each split over the tensor axis."""
         return tuple(filter(None, (self.expert_dim, self.shared_dim)))

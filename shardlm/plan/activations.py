@@ -13,13 +13,14 @@ from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.short_conv import ShortConvConfig
+from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
 from shardlm.plan import compressed_attention, linear_attention
 from shardlm.plan.attention import gates_of, heads_given, keeps_heads
 from shardlm.plan.changed import changed
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.sparse_attention import chosen_bytes
+from shardlm.plan.sparse_attention import chosen_bytes, heads_apart
 
 Kinds = dict[str, float]
 """Bytes by what they are for."""
@@ -52,6 +53,7 @@ class Layer:
              recomputation
     heads    what remat=dots keeps of attention's kernel
     one      of several streams, which `stream` has side by side; 0: there is one
+    later    of `stream`, what is added to it a layer later, which only goes by
     """
 
     stream: float
@@ -75,6 +77,7 @@ class Layer:
     rule_kept: float = 0.0
     heads: float = 0.0
     one: float = 0.0
+    later: float = 0.0
     products: int = 2
 
 
@@ -120,8 +123,13 @@ def _of_one(block: BlockConfig, sketch: Sketch) -> Layer:
         rows=rows * (L := moe.read_dim(D) if moe else 0),
         pairs=nbytes * moe.top_k * L * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
-        **({} if compressed or isinstance(attention, DeltaNetConfig) else _masks(sketch, heads, chosen)),
-        one=nbytes * D / tensor if block.streams else 0.0,
+        **(
+            {}
+            if compressed or isinstance(attention, DeltaNetConfig)
+            else _masks(sketch, heads, chosen, heads_apart(attention, sketch))
+        ),
+        one=nbytes * D / tensor if block.mixes else 0.0,
+        later=nbytes * D / tensor if isinstance(block.streams, ShortcutConfig) else 0.0,
         products=1 + (not block.mlp.there or block.mlp.gated),
         **_gated(attention, sketch),
     )
@@ -199,16 +207,17 @@ def _visitors(moe: MoeConfig, sketch: Sketch) -> float:
     return min(worst, math.ceil(even * moe.capacity_factor)) if moe.capacity_factor else worst
 
 
-def _masks(sketch: Sketch, heads: float, chosen: float) -> Kinds:
+def _masks(sketch: Sketch, heads: float, chosen: float, apart: float) -> Kinds:
     """What hides keys: cuDNN's bias [rows, T, T] in 16 bits, of a ring's block at most BIAS_BYTES; where tokens are
-    `chosen` it is in no conditional. Of XLA's attention the float32 scores of a block of queries."""
+    `chosen` it is in no conditional, and there is one for each of the kv heads that choose `apart`. Of XLA's attention
+    the float32 scores of a block of queries."""
     T, mesh = sketch.config.train.seq_len, sketch.mesh
     ring = mesh.context > 1 and sketch.execution.context_attention == "ring"
     if sketch.execution.attention == "cudnn" and ring:
         return {"mask": min(sketch.rows * (T / mesh.context) ** 2 * 2, BIAS_BYTES) + chosen}
     if sketch.execution.attention == "cudnn":
         whole = sketch.rows * T**2 * 2
-        return {"mask": whole + chosen} if chosen else {"mask": 0.0, "bias": whole}
+        return {"mask": whole * apart + chosen} if chosen else {"mask": 0.0, "bias": whole}
     # Blocks of queries see the keys up to their own: 9/16 of the square. Once as scores; under Ulysses' exchange once
     # more as what masked ones are, which XLA makes for all layers, but not inside the scan over stages.
     causal = (BLOCKS + 1) / (2 * BLOCKS)
@@ -225,10 +234,14 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     if remat == "full":
         return {"streams kept": one.stream}
     if remat == "names":  # its input and the attention's part; the MLP's is not needed, but where streams are several
-        return {"streams kept": one.stream + 2 * one.one if one.one else 2 * one.stream}
+        return {"streams kept": one.stream + 2 * one.one if one.one else 2 * one.stream - one.later}
     if remat == "dots":
         products = projections - one.rotated + one.heads
-        return {"streams kept": 2 * one.stream, "attention kept": products, "mlp kept": one.products * one.hidden}
+        return {
+            "streams kept": 2 * one.stream - one.later,
+            "attention kept": products,
+            "mlp kept": one.products * one.hidden,
+        }
     if one.one:  # streams in float32 too: normed, summed and mixed, around both parts
         return {
             "streams kept": 18 * one.stream + 6 * one.whole,
@@ -238,7 +251,7 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
         }
     return {
         # The inputs of the norms; what the projections read.
-        "streams kept": 2 * one.stream + 2 * one.whole,
+        "streams kept": 2 * one.stream - one.later + 2 * one.whole,
         "attention kept": projections + one.output + one.exchanged + one.gate + one.rule_kept,
         "mlp kept": (one.products + 1) * one.hidden,
         "experts kept": (one.products + 1) * one.expert_hidden + 2 * one.rows + one.pairs,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.cost import Layers
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.training_images import RowImages
 from shardlm.train.config import RunConfig
 from shardlm.train.replicas import apart
 
@@ -24,7 +25,7 @@ class Shared:
         self._made: dict[Hashable, Any] = {}
 
     def sketch(self, config: RunConfig, cluster: Cluster) -> Sketch:
-        """As Sketch.of makes it. Raises ShardlmError as that does, which may name the GPU."""
+        """As Sketch.of makes it, of rows without images. Raises ShardlmError as that does, which may name the GPU."""
         train, pipeline = config.train, config.pipeline  # by their fields: hashing whole ones took as long as the rest
         key = tuple(config.mesh.sizes().values())
         key += config.rules, pipeline.schedule, pipeline.rounds, train.global_batch, train.accumulation
@@ -45,17 +46,18 @@ class Alike:
     """Layers of the ways to run one configuration on a cluster, each reckoned once. The ways differ in nothing but what
     a search varies: meshes, rules, schedules, microbatches, products, what is kept, where the optimizer's state is.
 
-    shared  with searches on other clusters; None: there are no others
+    shared  with searches on other clusters; None: there are no others, as where rows have images
+    images  of each row
     """
 
-    def __init__(self, cluster: Cluster, shared: Shared | None = None):
-        self.cluster, self.shared = cluster, shared
+    def __init__(self, cluster: Cluster, shared: Shared | None = None, images: RowImages | None = None):
+        self.cluster, self.shared, self.images = cluster, shared, images
         self._layers: dict[tuple, Layers] = {}
 
     def sketch(self, config: RunConfig) -> Sketch:
         if self.shared:
             return self.shared.sketch(config, self.cluster)
-        return Sketch.of(config, self.cluster.gpu, self.cluster.gpus_per_host)
+        return Sketch.of(config, self.cluster.gpu, self.cluster.gpus_per_host, self.images)
 
     def once(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
         """make(), which `key` and the number of GPUs decide, and nothing else of the cluster."""

@@ -16,6 +16,7 @@ from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.ranked import Ranked
 from shardlm.plan.search import ROOM, Found, search
+from shardlm.plan.training_images import RowImages
 from shardlm.plan.verify import verify
 from shardlm.plan.without_loop import refined
 from shardlm.topology import CHIPS
@@ -56,17 +57,18 @@ def answer(
     compiled: int = 0,
     patience: float = math.inf,
     budget: Budget | None = None,
+    images: RowImages | None = None,
     say: Say = silent,
 ) -> Answer:
-    """Searches, and compiles the `compiled` best, going on to the next ones until as many fit as compiled, and the best
-    of them without its loop over layers; where nothing fits, the changes that would make it fit in the same way. What
-    takes long is told to `say` as it begins. Nothing is compiled where a program is foreseen to take longer than
-    `patience`, in seconds of a core.
+    """Searches, for rows with `images`, and compiles the `compiled` best, going on to the next ones until as many fit
+    as compiled, and the best of them without its loop over layers; where nothing fits, the changes that would make it
+    fit in the same way. What takes long is told to `say` as it begins. Nothing is compiled where a program is foreseen
+    to take longer than `patience`, in seconds of a core.
 
     Raises ShardlmError where nothing can run at all.
     """
     started = time.perf_counter()
-    found = search(config, cluster, constraints)
+    found = search(config, cluster, constraints, images=images)
     seconds = time.perf_counter() - started
     first = next(iter(found.plans), found.smallest)
     unverified = (too_long(first.sketch, patience) or impossible(cluster)) if compiled else ""
@@ -75,7 +77,7 @@ def answer(
     train = config.train
     budget = budget or Budget(float(train.steps) * train.global_batch * train.seq_len)
     fits = any(one.fits for one in ranked)
-    remedies = () if fits else _proved(changes(config, cluster, constraints), count, say)
+    remedies = () if fits else _proved(changes(config, cluster, constraints, images), count, say)
     return Answer(cluster, constraints, found, ranked, remedies, budget, unverified, seconds)
 
 

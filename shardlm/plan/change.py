@@ -11,6 +11,7 @@ from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.ranked import Ranked
 from shardlm.plan.search import first_fit
+from shardlm.plan.training_images import RowImages
 from shardlm.plan.verify import Verified
 from shardlm.train.config import RunConfig
 
@@ -30,40 +31,47 @@ class Change:
         return Ranked(self.plan, self.verified)
 
 
-def changes(config: RunConfig, cluster: Cluster, constraints: Constraints) -> list[Change]:
-    """Single changes after which a configuration fits, the least intrusive first: constraints, the batch, the GPU, the
-    row's length, the number of GPUs."""
-    return list(_found(config, cluster, constraints))
+def changes(
+    config: RunConfig, cluster: Cluster, constraints: Constraints, images: RowImages | None = None
+) -> list[Change]:
+    """Single changes after which a configuration whose rows have `images` fits, the least intrusive first: constraints,
+    the batch, the GPU, the row's length, the number of GPUs."""
+    return list(_found(config, cluster, constraints, images))
 
 
-def first_change(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Change | None:
+def first_change(
+    config: RunConfig, cluster: Cluster, constraints: Constraints, images: RowImages | None = None
+) -> Change | None:
     """The least intrusive alone; None where none of them helps."""
-    return next(_found(config, cluster, constraints), None)
+    return next(_found(config, cluster, constraints, images), None)
 
 
-def _found(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Iterator[Change]:
+def _found(config: RunConfig, cluster: Cluster, constraints: Constraints, images: RowImages | None) -> Iterator[Change]:
     for what, changed, other, rules in _tried(config, cluster, constraints):
-        plan = _fit(changed, other, rules)
+        plan = _fit(changed, other, rules, images)
         if plan:
             yield Change(what, plan)
-    more = None if cluster.is_cpu else fewest_gpus(config, cluster, constraints)  # more CPU devices are no more memory
+    # More CPU devices are no more memory.
+    more = None if cluster.is_cpu else fewest_gpus(config, cluster, constraints, images)
     if more:
         yield more
 
 
-def fewest_gpus(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Change | None:
+def fewest_gpus(
+    config: RunConfig, cluster: Cluster, constraints: Constraints, images: RowImages | None = None
+) -> Change | None:
     """The fewest hosts, doubled from the cluster's, over which the configuration fits; the number is then lowered to
     the least that fits as far as whole hosts allow."""
     count, plan = cluster.num_gpus, None
     while plan is None and count < MOST_GPUS:
         count *= 2
-        plan = _fit(config, _with(cluster, count), constraints)
+        plan = _fit(config, _with(cluster, count), constraints, images)
     if plan is None:
         return None
     low, high = count // 2, count
     while high - low > cluster.gpus_per_host and (low + high) // 2 % cluster.gpus_per_host == 0:
         middle = (low + high) // 2
-        between = _fit(config, _with(cluster, middle), constraints)
+        between = _fit(config, _with(cluster, middle), constraints, images)
         low, high, plan = (low, middle, between) if between else (middle, high, plan)
     return Change(f"num_gpus={high}", plan)
 
@@ -86,9 +94,9 @@ def _tried(
     yield f"train.seq_len={train.seq_len // 2}", shorter, cluster, constraints
 
 
-def _fit(config: RunConfig, cluster: Cluster, constraints: Constraints) -> Plan | None:
+def _fit(config: RunConfig, cluster: Cluster, constraints: Constraints, images: RowImages | None) -> Plan | None:
     try:
-        return first_fit(config, cluster, constraints)
+        return first_fit(config, cluster, constraints, images)
     except ShardlmError:
         return None
 

@@ -137,7 +137,7 @@ def _layers(sketch: Sketch, ours: bool) -> Iterator[Op]:
 
 def _ends(block: BlockConfig) -> str:
     """A layer's last product, where no gradient asks for what it makes: it is added to the stream as it is."""
-    if block.norms != "pre" or block.streams:
+    if block.norms != "pre" or block.mixes:
         return ""
     return "down" if block.mlp.there else "output"
 
@@ -232,7 +232,7 @@ def _mixing(sketch: Sketch, mixer, matmul, ours: bool) -> Iterator[Op]:
     else:
         yield from attention.operations(sketch, mixer, matmul, ours)
         if own := sparse_attention.chooser_of(mixer, sketch):
-            yield from sparse_attention.operations(sketch, own, mixer.q_latent_dim, matmul)
+            yield from sparse_attention.operations(sketch, own, mixer, matmul)
 
 
 def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
@@ -247,7 +247,7 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
     D, mesh = sketch.shape.embed_dim, sketch.mesh
     F, L, into = moe.expert_dim / mesh.tensor, moe.read_dim(D), len(moe.projections) - 1
     experts = moe.num_experts / mesh.expert
-    rows = sketch.tokens * moe.top_k / experts
+    rows = sketch.tokens * moe.working / experts
     for what, n, k in (("up", into * F, L), ("down", L, F)):
         one = matmul("moe", what, rows, n, k)
         # Tokamax's kernels leave float32 to the TF32 units.
@@ -258,7 +258,7 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
     else:
         nbytes = sketch.itemsize * (3 * F + 4 * L) * rows * experts
         yield Op("moe", "activation and moving", "memory", 0, nbytes, 1)
-    router = matmul("moe", "router", sketch.tokens / mesh.tensor, moe.num_experts, D)
+    router = matmul("moe", "router", sketch.tokens / mesh.tensor, moe.choices, D)
     # layers/moe.py, precision="highest"
     yield changed(router, dtype="fp32", split=True) if ours else router
     if moe.latent_dim:  # of tokens split as between blocks, by whole weights
@@ -282,7 +282,7 @@ def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     and gradients of weights are passed over for empty experts. Gathered by another dimension than their first, of more
     than one expert, they are turned as they come, both times, and their gradients as they leave."""
     D, F, ranks = moe.read_dim(sketch.shape.embed_dim), moe.expert_dim / sketch.mesh.tensor, sketch.mesh.expert
-    pairs = sketch.tokens * moe.top_k
+    pairs = sketch.tokens * moe.working
     room = pairs / filled(moe, ranks, sketch.tokens)
     exchange = choose_exchange(ranks, moe.top_k)
     if exchange == "all_to_all":
@@ -346,7 +346,7 @@ def _of_streams(sketch: Sketch) -> Iterator[Op]:
     if isinstance(own, AltUpConfig):
         yield from altup.at_ends(own, sketch, functools.partial(_matmul, sketch))
     elif own:
-        yield streams.weights(own, sketch, own.count, "streams joined")
+        yield from streams.joined(own, sketch)
 
 
 def _optimizer(sketch: Sketch) -> Iterator[Op]:

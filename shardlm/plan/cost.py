@@ -23,6 +23,7 @@ from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
 
 ROUNDING = 1e-9  # of sums in another order
+IMAGES = "images"  # what is read of them before a step, a phase, a layer and a limit of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class StepCost:
     units     the same by what limits them (compute.Unit); the optimizer apart
     repeated  of these, the forward pass a second time
     comms     every collective's
-    timeline  forward, backward and optimizer
+    timeline  forward, backward and optimizer; before them images, where rows have any
     bubble    idle while the pipeline fills and drains; staged: what waits while it does
     faster_matmul  products in fewer bits that the GPU has and the run does not use, in words; "" where there are none
     """
@@ -82,6 +83,11 @@ class StepCost:
     @property
     def compute_seconds(self) -> float:
         return sum(self.compute.values())
+
+    @property
+    def image_seconds(self) -> float:
+        """Of these, those in which images are read before the step."""
+        return self.compute.get(IMAGES, 0.0)
 
     @property
     def exposed_seconds(self) -> float:
@@ -136,6 +142,7 @@ class StepCost:
         """The same of a step whose kernels and idle stages take `busy` seconds, which are shared as here, and whose
         communication over axes joined by "+" and a link takes so many that nothing hides."""
         names = {"matmul": limits.MATMUL, "attention": limits.ATTENTION, "memory": limits.MEMORY}
+        names |= {IMAGES: limits.IMAGES}
         kernels = [(names.get(unit, limits.OPTIMIZER), seconds) for unit, seconds in self.units.items()]
         kernels += [(limits.BUBBLE, self.bubble_seconds), (limits.CONTENTION, self.contention_seconds)]
         scale = busy / (self.step_seconds - self.exposed_seconds)
@@ -244,9 +251,11 @@ def _summed(
     staged = times.staged * slower + sum(one.exposed_seconds for one in comms if _in_stages(one.sent))
     bubble = sketch.schedule.bubble_fraction()
     train = sketch.config.train
+    images = {IMAGES: sketch.images.added(sketch).encoder_seconds} if sketch.images else {}
+    timeline = (*(Phase(name, seconds, 0.0, 0.0) for name, seconds in images.items()), *timeline)
     return StepCost(
-        compute=times.layers,
-        units=times.units,
+        compute=times.layers | images,
+        units=times.units | images,
         repeated_seconds=times.repeated,
         comms=comms,
         timeline=timeline,

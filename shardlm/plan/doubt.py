@@ -1,10 +1,14 @@
 """Where the estimate of memory may be farther than 5% from the compiled program: kinds of runs that no recorded program
 (tests/plan/compiled_memory.json) is of, or that XLA compiles as it likes."""
 
+from shardlm.layers.head_indexer import HeadIndexerConfig
 from shardlm.layers.hyper_connections import StreamsConfig
+from shardlm.layers.lightning import LightningConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
+from shardlm.layers.pooled_indexer import PooledIndexerConfig
 from shardlm.layers.short_conv import ShortConvConfig
+from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.adapted import ALL, WAITING
 from shardlm.plan.linear_attention import Rule
@@ -61,6 +65,7 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         ),
         **_of_linear_attention(sketch),
         **_of_other_layers(sketch),
+        **_of_newest(sketch),
         "preference training was not compared": config.preference.beta > 0,
         "training on rewards was not compared, and the seconds are without sampling": bool(config.grpo.reward),
         "modules that predict further tokens were not compared": shape.mtp is not None,
@@ -102,6 +107,27 @@ def _of_other_layers(sketch: Sketch) -> dict[str, bool]:
             shape.inputs is not None
             and (config.remat != "full" or sketch.passes > 1 or sketch.mesh.data > 1 or config.lora.rank > 0)
         ),
+    }
+
+
+def _of_newest(sketch: Sketch) -> dict[str, bool]:
+    """Of layers of which a program or two were compiled, over these axes beside fsdp."""
+    kinds, T = sketch.shape.kinds, sketch.config.train.seq_len
+    choosers = [own for block in kinds if (own := getattr(block.attention, "indexer", None)) and own.top_k < T]
+    there = {
+        "mixtures that are added a layer later": (any(isinstance(one.streams, ShortcutConfig) for one in kinds), ()),
+        "lightning attention": (any(isinstance(one.attention, LightningConfig) for one in kinds), ("expert",)),
+        "kv heads that choose blocks for themselves, which over tensor needed 6% less (1 compiled program)": (
+            any(isinstance(one, HeadIndexerConfig) for one in choosers),
+            (),
+        ),
+        "chosen pools of tokens": (any(isinstance(one, PooledIndexerConfig) for one in choosers), ()),
+    }
+    return {
+        f"{name}: compared over {', '.join(('fsdp', *axes))} with remat=full and one microbatch alone": (
+            holds and _other_than(sketch, *axes)
+        )
+        for name, (holds, axes) in there.items()
     }
 
 
@@ -163,7 +189,8 @@ def _between(sketch: Sketch) -> bool:
 
 def _unlike(sketch: Sketch) -> bool:
     """Whether linear attention is in a run of a kind that no recorded program is of."""
-    compared = _by_channel(sketch) or any(_summed(sketch))
+    lightning = any(isinstance(block.attention, LightningConfig) for block in sketch.shape.kinds)
+    compared = _by_channel(sketch) or any(_summed(sketch)) or lightning
     experts = any(block.mlp.num_experts for block in sketch.shape.kinds) and not compared
     both_ways = sketch.mesh.pipeline > 1 and sketch.schedule.both_ways
     return sketch.shape.remembers and (experts or sketch.config.lora.rank > 0 or both_ways)

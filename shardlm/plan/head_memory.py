@@ -60,7 +60,7 @@ def zeros_behind(sketch: Sketch, parts: Parts) -> float:
     more (Llama 3 8B over 8 GPUs: with 8,192 tokens of gate, up and down, 2.6 of 3.3 GiB, with 4,096 of two of them);
     over several hosts none, as gathers go a layer ahead: the last layer is in no loop, and its work covers the head's
     (over 16 and 32 GPUs; compiled)."""
-    if sketch.mesh.pipeline > 1 or not sketch.config.unroll:
+    if sketch.mesh.pipeline > 1 or not sketch.loops:
         return 0
     if _zeros_later(sketch):
         return parts.resting

@@ -51,6 +51,7 @@ class Kernels:
     gap: float
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
     def of(cls, gpu: Gpu, attention: str = "cudnn") -> "Kernels":
         reached, chip = achieved_by(gpu), CHIPS.get(gpu.name)
         cores = chip.cores if chip else CORES.get(gpu.name, 0)
@@ -117,13 +118,26 @@ class Kernels:
     ) -> float:
         """Of `copies` products [rows, k] x [k, n] at once, by the best of `tiles`: cores work in waves, and the last
         wave, like the last tile of a row, may be mostly empty. Of rows that are `drawn` each product has its own."""
+        asked = (rows, n, copies, drawn, tiles is TILES or tiles)
+        best = self._filled.get(asked)
+        if best is None:
+            best = self._filled[asked] = self._tiled(rows, n, copies, drawn, tiles)
+        return 2.0 * best * k / self.matmul_rate(dtype)
+
+    def _tiled(self, rows: float, n: float, copies: int, drawn: bool, tiles: Tiles) -> float:
+        """Numbers that a wave of cores makes of products, in all waves."""
         best = math.inf
         for height, width, worth in tiles:
             high = _drawn_tiles(rows, height) if drawn else math.ceil(rows / height)
             count = copies * high * math.ceil(n / width)
             filled = math.ceil(count / self.cores) * self.cores if self.cores else count
             best = min(best, filled * height * width / worth)
-        return 2.0 * best * k / self.matmul_rate(dtype)
+        return best
+
+    @functools.cached_property
+    def _filled(self) -> dict[tuple, float]:
+        """What was asked before: a search asks the same few hundred a hundred thousand times."""
+        return {}
 
     def _product(self, op: Op, rows: float, n: float, k: float) -> float:
         """As often at once as the operation's FLOPs are worth (experts)."""

@@ -22,7 +22,7 @@ from shardlm.plan.program_traffic import moved_of, together, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
 from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
-from shardlm.train.check import fills_stages
+from shardlm.train.check import fills_stages, splits_batch
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import check_sizes
 
@@ -189,7 +189,7 @@ def _by_inner(meshes: Sequence[RunConfig]) -> tuple[dict[tuple, list[RunConfig]]
 def _that_run(meshes: Sequence[RunConfig]) -> Iterator[RunConfig]:
     """Those that are not refused however they are run, as most over numbers of GPUs with odd factors are."""
     whole = dataclasses.replace(meshes[0].train, accumulation=1) if meshes else None
-    for laid in meshes:
+    for laid in (one for one in meshes if splits_batch(whole, one.mesh)):  # the others are most that are refused
         with contextlib.suppress(ShardlmError):
             check_sizes(changed(laid, train=whole), laid.mesh)
             yield laid

@@ -4,13 +4,14 @@ import dataclasses
 
 from shardlm.plan.columns import three_digits
 
-MATMUL, ATTENTION, MEMORY, OPTIMIZER, BUBBLE, CONTENTION = (
+MATMUL, ATTENTION, MEMORY, OPTIMIZER, BUBBLE, CONTENTION, IMAGES = (
     "matmuls",
     "attention",
     "kernels that only move memory",
     "the optimizer",
     "the pipeline's idle time",
     "the slowing of kernels by communication beside them",
+    "the encoder of images",
 )
 UNHIDDEN = " that nothing hides"
 RELIEF = {
@@ -20,6 +21,7 @@ RELIEF = {
     OPTIMIZER: "weights split over more GPUs (rules=zero1 or more) or a larger train.global_batch make it less",
     BUBBLE: "more microbatches (train.accumulation), more pipeline.rounds or fewer stages (mesh.pipeline) make it less",
     CONTENTION: "fewer bytes make it less: more rows in a microbatch, or weights that stay (rules=zero1)",
+    IMAGES: "smaller images (mm_processor_kwargs) or more GPUs, which read as many at once, make it less",
     "data": "a larger train.global_batch, or replicas that meet less often (local_sgd), make it less",
     "fsdp": "more rows in a microbatch (a larger train.global_batch, less train.accumulation) or gathers inside a host "
     "(rules=hybrid, mesh.data over hosts) make it less",

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.lightning import LightningConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
@@ -41,8 +42,9 @@ class Rule:
     chunks   that follow each other in a row
     itemsize of the compute type
     by_channel  whether decays are of each number of a key
-    summed   whether nothing is taken back (Mamba 2, summed_states.py)
+    summed   whether nothing is taken back (Mamba 2 and lightning attention, summed_states.py)
     on_cpu   whether XLA:CPU runs it, which has no kernels of ours
+    convolves  whether what it reads was convolved: not of lightning attention
     """
 
     C: int
@@ -55,6 +57,7 @@ class Rule:
     by_channel: bool = False
     summed: bool = False
     on_cpu: bool = False
+    convolves: bool = True
 
     @classmethod
     def of(cls, attention: DeltaNetConfig, sketch: Sketch) -> "Rule":
@@ -67,13 +70,14 @@ class Rule:
     @classmethod
     def of_rows(cls, attention: DeltaNetConfig, length: int, rows: float, ways: int, itemsize: int) -> "Rule":
         """Of rows of so many tokens, or of as much of them as all heads of one row, which are split so many ways."""
-        summed = isinstance(attention, MambaConfig)
+        summed = not attention.takes_back
         C = min(SUMMED if summed else CHUNK, 1 << (length - 1).bit_length())
         chunks = math.ceil(length / C)
         each = rows * chunks / ways
         sizes = attention.head_dim, attention.value_dim
         heads = each * attention.num_heads, each * key_heads(attention, ways)
-        return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel, summed)
+        how = {"summed": summed, "convolves": not isinstance(attention, LightningConfig)}
+        return cls(C, *sizes, *heads, chunks, itemsize, attention.by_channel, **how)
 
     @property
     def kernels(self) -> bool:
@@ -169,6 +173,10 @@ def projections(attention: DeltaNetConfig, D: int, tensor: int) -> Iterator[tupl
     if isinstance(attention, MambaConfig):  # fewer groups than devices are made on all
         K = attention.num_kv_heads if attention.num_kv_heads % tensor else K
         yield "queries, keys, values, gate and steps", 2 * K * H + 2 * values + N, D
+        yield "output", D, values
+        return
+    if isinstance(attention, LightningConfig):
+        yield "queries, keys, values and gate", 4 * values, D
         yield "output", D, values
         return
     if attention.straight:

@@ -1,12 +1,11 @@
 """Bytes that a step with linear attention needs, beside what rests and what layers keep, while layers are done
-backwards. How many arrays there are is read from the buffer assignments of the programs in
-tests/plan/compiled_memory.json."""
+backwards; and one with patterns of layers that wait alike. How many arrays there are is read from the buffer
+assignments of the programs in tests/plan/compiled_memory.json."""
 
 from collections.abc import Sequence
 
 from shardlm.layers.altup import AltUpConfig
 from shardlm.layers.delta_net import DeltaNetConfig
-from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.stack import Segment
@@ -40,9 +39,9 @@ def at_work(sketch: Sketch, parts: Parts) -> Kinds:
 
 
 def _holds(pattern: Sequence[Layer], segment: Segment) -> bool:
-    """Whether layers are such: streams that are predicted and corrected wait for weights' gradients alike, and layers
-    of several kinds that attend to chosen tokens."""
-    return _predicted(segment) or _chooses(segment) or any(each.rule for each in pattern)
+    """Whether layers are such: streams that are predicted and corrected wait for weights' gradients alike, mixtures
+    and dense layers between which some is added later, and layers of several kinds that attend to chosen tokens."""
+    return _predicted(segment) or _chooses(segment) or any(each.rule or each.later for each in pattern)
 
 
 def _predicted(segment: Segment) -> bool:
@@ -76,7 +75,7 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
     kinds = {
         "linear attention": rule,
         "mlp": (4 if again else 2) * sum(layer.products * layer.hidden for layer in late),
-        "streams": 8 * sum(layer.stream for layer in late) / sketch.mesh.tensor + wide,
+        "streams": 8 * sum(layer.stream - layer.later for layer in late) / sketch.mesh.tensor + wide,
         "attention": taken,
         "experts": _experts(sketch, late),
         "weights in use": parts.largest * ((1 if straight else 1.5) * len(pattern) if parts.gathers else 1),
@@ -99,7 +98,7 @@ def _made_again(sketch: Sketch, layers: Sequence[Layer]) -> Kinds:
 
 
 def _of_delta(attention) -> bool:
-    return isinstance(attention, DeltaNetConfig) and not isinstance(attention, MambaConfig | ShortConvConfig)
+    return isinstance(attention, DeltaNetConfig) and attention.takes_back and not isinstance(attention, ShortConvConfig)
 
 
 def _in_turn(sketch: Sketch, segment: Segment) -> bool:
@@ -124,8 +123,9 @@ def _late(sketch: Sketch, pattern: Sequence[Layer], segment: Segment) -> Sequenc
     return pattern
 
 
-def _of_mamba(segment: Segment) -> set[MambaConfig]:
-    return {mixer for mixer in _mixers(segment) if isinstance(mixer, MambaConfig)}
+def _of_mamba(segment: Segment) -> set[DeltaNetConfig]:
+    """Of Mamba 2, and lightning attention, which is computed as that is."""
+    return {mixer for mixer in _mixers(segment) if not getattr(mixer, "takes_back", True)}
 
 
 def _mixers(segment: Segment) -> list:

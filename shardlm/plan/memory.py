@@ -43,6 +43,18 @@ def at_least(sketch: Sketch, rests: State, held: Throughout) -> float:
 
 def memory(sketch: Sketch) -> Memory:
     """The estimate for a step."""
+    kinds, zeros = _kinds(sketch)
+    doubted = doubt(sketch, kinds, zeros)
+    return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, sketch.once(state).host, doubted)
+
+
+def total(sketch: Sketch) -> float:
+    """Memory.total alone, which is all that most of a search's plans are asked."""
+    return sum(_kinds(sketch)[0].values()) + RESERVE * sketch.gpu.hbm_bytes
+
+
+def _kinds(sketch: Sketch) -> tuple[Kinds, float]:
+    """Bytes by what they are for, and how many of these are zeros that XLA may make later."""
     rests = sketch.once(state)
     resting = {
         "weights": rests.weights,
@@ -51,12 +63,12 @@ def memory(sketch: Sketch) -> Memory:
         "average of weights": rests.average,
         "replicas": rests.replicas,
         "batch": rests.batch,
+        "images": rests.images,
     }
     needed, zeros = sketch.once(_temporaries)
     if sketch.config.grpo.reward:
         resting["what samples"] = sampling(sketch, rests, sum(needed.values()))
-    kinds = {name: nbytes for name, nbytes in (resting | needed).items() if nbytes}
-    return Memory(kinds, RESERVE * sketch.gpu.hbm_bytes, rests.host, doubt(sketch, kinds, zeros))
+    return {name: nbytes for name, nbytes in (resting | needed).items() if nbytes}, zeros
 
 
 def _temporaries(sketch: Sketch) -> tuple[Kinds, float]:
@@ -66,8 +78,9 @@ def _temporaries(sketch: Sketch) -> tuple[Kinds, float]:
 def sampling(sketch: Sketch, rests: State, temporaries: float) -> float:
     """What copies of the model that sample (shardlm/reinforce/sampler.py) need beyond a step's `temporaries`, whose
     place they take: weights in the compute dtype and pages, which are held while they sample alone; of adapters the
-    sums with what they stand on, out of which the copies' weights are gathered."""
+    sums with what they stand on, out of which the copies' weights are gathered; and room for vectors of images."""
     grpo, lora = sketch.config.grpo, sketch.config.lora.rank > 0
     numbers = sum(math.prod(weight.shape) for weight in sketch.weights if weight.trained != lora)
     weights = numbers * jnp.dtype(sketch.execution.dtype).itemsize / grpo.tensor
-    return max(0.0, weights + grpo.kv_cache_gib * 2**30 + lora * rests.frozen - temporaries)
+    vectors = sketch.images.sampled_bytes(sketch.config.train.seq_len) if sketch.images else 0
+    return max(0.0, weights + grpo.kv_cache_gib * 2**30 + vectors + lora * rests.frozen - temporaries)

@@ -52,11 +52,13 @@ class Parts:
         apart = sketch.mesh.pipeline > 1 or sketch.config.offload.params
         first = 0 if apart or "all_to_all" in exchanges(sketch) else held.first
         used, experts = held.used, held.experts
+        # Experts' of all layers at once only where a loop takes each layer's out of all (MiniMax: 4 layers, compiled).
+        turned = held.turned + held.experts_turned / (1 if sketch.loops else sum(layers))
         return cls(
             layers=_layers(sketch),
             resting=held.resting,
             whole=held.whole,
-            turned=first + (held.turned if held.gathers and not apart else held.flipped),
+            turned=first + (turned if held.gathers and not apart else held.flipped),
             largest=max(n / depth for n, depth in zip(used, layers, strict=True)),
             experts=max(n / depth for n, depth in zip(experts, layers, strict=True)),
             dense=max((n - own) / depth for n, own, depth in zip(used, experts, layers, strict=True)),
@@ -95,12 +97,14 @@ class _Held:
     """Of Parts, what only weights and where they rest decide: the same for all microbatches and remat policies.
 
     flipped  what 8-bit products read the other way round; first: of experts, gate and up
+    experts_turned  what is turned of experts' weights, which is not in `turned`
     used, experts  bytes in the compute type, by segment
     """
 
     resting: float
     whole: float
     turned: float
+    experts_turned: float
     flipped: float
     first: float
     around: float
@@ -118,7 +122,7 @@ class _Held:
 @functools.lru_cache(maxsize=16384)
 def _held(spread: Spread, segments: int, size: int, eight_bits: bool, stages: _Stages | None) -> _Held:
     rules = spread.rules
-    resting = whole = turned = flipped = first = around = between = 0
+    resting = whole = turned = experts_turned = flipped = first = around = between = 0
     used, experts = [0] * segments, [0] * segments
     for weight, at_rest, in_use in zip(spread.weights, spread.rest, spread.use, strict=True):
         rests = MASTER * at_rest if weight.trained else 0
@@ -140,9 +144,11 @@ def _held(spread: Spread, segments: int, size: int, eight_bits: bool, stages: _S
             flipped += rests if eight_bits and _flipped(weight) else 0
             first += rests if "experts" in weight.names and not weight.path.endswith(".down") else 0
         elif _split_inside(weight, rules):
-            turned += rests if weight.trained else weight.itemsize * at_rest
+            moved = rests if weight.trained else weight.itemsize * at_rest
+            of_experts = moved if "experts" in weight.names else 0
+            turned, experts_turned = turned + moved - of_experts, experts_turned + of_experts
     gathers = bool(set(rules.rest.axes("embed")) - {"pipeline"})
-    sums = (resting, whole, turned, flipped, first, around, between)
+    sums = (resting, whole, turned, experts_turned, flipped, first, around, between)
     return _Held(*sums, tuple(used), tuple(experts), gathers)
 
 

@@ -9,10 +9,11 @@ from shardlm.hardware import Gpu
 from shardlm.plan.alike import Alike
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.cost import Layers, StepCost, at_least_seconds, step_cost
-from shardlm.plan.memory import Memory, at_least, memory
+from shardlm.plan.memory import Memory, at_least, memory, total
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import State, state
 from shardlm.plan.temporaries import Throughout, throughout
+from shardlm.plan.training_images import RowImages
 from shardlm.train.config import RunConfig
 
 
@@ -28,10 +29,12 @@ class Plan:
     known: Alike | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, config: RunConfig, cluster: Cluster, known: Alike | None = None) -> "Plan":
+    def of(
+        cls, config: RunConfig, cluster: Cluster, known: Alike | None = None, images: RowImages | None = None
+    ) -> "Plan":
         """Of a configuration whose mesh has every size. Raises ShardlmError for what cannot run at all; what is merely
-        too large has a plan that does not fit."""
-        sketch = known.sketch(config) if known else Sketch.of(config, cluster.gpu, cluster.gpus_per_host)
+        too large has a plan that does not fit. `images` of each row, where `known` does not know of them."""
+        sketch = known.sketch(config) if known else Sketch.of(config, cluster.gpu, cluster.gpus_per_host, images)
         return cls(sketch, cluster, known)
 
     @functools.cached_property
@@ -67,7 +70,7 @@ class Plan:
         # Nine of ten that do not fit are known at half of what their memory takes.
         if self.state_too_large or at_least(self.sketch, self.state, self._held) > self.gpu.hbm_bytes:
             return False
-        return self.memory.total <= self.gpu.hbm_bytes
+        return total(self.sketch) <= self.gpu.hbm_bytes
 
     @property
     def state_too_large(self) -> bool:

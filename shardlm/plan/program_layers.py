@@ -212,7 +212,7 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     L = moe.read_dim(D) if isinstance(moe, MoeConfig) else D * moe.there  # what the second of them sends
     gathers += (2 if apart_in_stages or alone else 1) * (D + L) * item
     # What a layer's last product makes is not asked for again, but by a norm, or of experts by what is behind a latent.
-    several = block.streams and not isinstance(moe, MoeConfig)  # how much of it goes to each is learned
+    several = block.mixes and not isinstance(moe, MoeConfig)  # how much of it goes to each is learned
     asked = block.norms in ("post", "both") or _latent(moe) or several
     scatters += (back * (D + L) + repeated * (D * moe.there + (L if asked else 0))) * item
     for mixer in block.mixers:
@@ -227,7 +227,7 @@ def _tensor(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         if moe.shared_dim:
             gathers += (there + 1) * D * item
             scatters += (back + 1) * D * item
-        if block.streams:  # how much of what is made goes to each is learned: it is made again
+        if block.mixes:  # how much of what is made goes to each is learned: it is made again
             scatters += repeated * (1 + bool(moe.shared_dim)) * D * item
     elif moe.there:
         gathers += there * D * item
@@ -255,7 +255,7 @@ def _mixing(sketch: Sketch, attention, there: int) -> tuple[float, float, float]
             scatters += narrow * item
         if chooser := choosing.chooser_of(attention, sketch):
             own = D if chooser.of_stream else 0  # of whole rows, after a norm of their own
-            gathers += there * ((chooser.head_dim + own) * item + 4 * chooser.num_heads)
+            gathers += there * ((chooser.kept_dim + own) * item + 4 * chooser.num_heads)
     elif isinstance(attention, CompressedConfig):  # what reads the stream is made of split tokens, by whole weights
         of_loss, of_choice = numbers(attention, sketch)
         own = chooser_of(attention, sketch)
@@ -294,13 +294,13 @@ def _experts(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
         there = (row * times + 2 * mixed * (times - runs.layers)) * n * (ranks - 1)
         # The results of a second run are not needed, but where it is learned how much of them goes to each stream, or
         # a weight multiplies them.
-        asked = runs.whole and (block.streams or _latent(moe))
+        asked = runs.whole and (block.mixes or _latent(moe))
         scatters = (runs.forward + 1 + (runs.again if asked else 0)) * runs.layers
         back = (row * scatters + mixed * runs.layers) * n * (ranks - 1)
         yield Sent(("expert",), "tokens gathered", there, GATHER, times)
         yield Sent(("expert",), "results scattered", back, SCATTER, scatters)
         return
-    sent = 2 * times * n * moe.top_k * row * share(ranks)
+    sent = 2 * times * n * moe.working * row * share(ranks)
     yield Sent(("expert",), "tokens sent", sent, RAGGED, 2 * times, shown=1 / filled(moe, ranks, n))
 
 
@@ -309,7 +309,7 @@ def filled(moe: MoeConfig, ranks: int, tokens: float) -> float:
     worst = tokens * min(moe.top_k, moe.num_experts // ranks)
     even = tokens * moe.top_k / ranks
     room = min(worst, math.ceil(even * moe.capacity_factor)) if moe.capacity_factor else worst
-    return even / room
+    return tokens * moe.working / ranks / room
 
 
 def buffers_filled(sketch: Sketch) -> float:
@@ -360,7 +360,7 @@ def _choice(sketch: Sketch, attention: MlaConfig, runs: Runs) -> Iterator[Sent]:
     """What an indexer chooses from, the keys of all tokens, and what each device has chosen of whole rows."""
     own, times = choosing.chooser_of(attention, sketch), (runs.forward + runs.again) * runs.layers
     if own:
-        keys = sketch.tokens * own.head_dim * sketch.itemsize * (sketch.mesh.context - 1)
+        keys = sketch.tokens * own.kept_dim * sketch.itemsize * (sketch.mesh.context - 1)
         yield Sent(("context",), "keys of tokens to choose", keys * times, GATHER, times)
         chosen = choosing.chosen_bytes(attention, sketch) * share(sketch.mesh.context)
         yield Sent(("context",), "chosen tokens", chosen * times, GATHER, times)

@@ -73,7 +73,7 @@ def of_weights(sketch: Sketch) -> Iterator[Op]:
     forward, backward = _moved(sketch.spread, sketch.itemsize, several, stages, sketch.shape.tie_embeddings)
     how = {"count": 2 * passes, "forward": passes}
     yield Op("other", "weights and gradients", "memory", 0, forward, gradient_bytes=backward, **how)
-    if sketch.mesh.pipeline == 1 and sketch.config.unroll:
+    if sketch.mesh.pipeline == 1 and sketch.loops:
         yield _stacks(sketch)
 
 

@@ -43,8 +43,10 @@ class Ranked:
         return self.seconds(self.basis)
 
     def seconds(self, basis: Basis) -> float:
-        """Of a step by one of the two; by a program only where there is one."""
-        return self.program.step_seconds if basis == "compiled" else self.plan.step_seconds
+        """Of a step by one of the two; by a program only where there is one, which images are read before."""
+        if basis == "compiled":
+            return self.program.step_seconds + self.plan.cost.image_seconds
+        return self.plan.step_seconds
 
     @property
     def limit(self) -> str:
@@ -55,7 +57,8 @@ class Ranked:
             return cost.limit
         links = {"+".join(row.axes): row.link for row in program.rows}
         exposed = [(axes, links[axes], seconds) for axes, seconds in program.exposed.items()]
-        return cost.limited_by(program.compute_seconds + program.contention_seconds, exposed)
+        busy = program.compute_seconds + program.contention_seconds + cost.image_seconds
+        return cost.limited_by(busy, exposed)
 
 
 def speed(one: Ranked, budget: Budget, basis: Basis) -> dict[str, float | None]:

@@ -19,6 +19,7 @@ from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.least import Hope, Least
 from shardlm.plan.no_mesh import no_mesh
 from shardlm.plan.plan import Plan
+from shardlm.plan.training_images import RowImages
 from shardlm.plan.ways import (
     REMATS,
     by_schedule,
@@ -64,21 +65,23 @@ def search(
     *,
     every: bool = True,
     shared: Shared | None = None,
+    images: RowImages | None = None,
 ) -> Found:
     """Looks at every mesh over the cluster's GPUs, with the presets, schedules, microbatches and remat policies that go
     with it, where the constraints leave the choice. State goes to host memory where nothing fits otherwise.
 
     every   False, for who wants the fastest alone: on each mesh leaves out what will be slower than one that was seen
     shared  with further such searches under the same constraints (alike.py), on other clusters
+    images  of each row
 
     Raises ShardlmError where no mesh of that size can run the configuration, with the reasons.
     """
-    find = _search if every else functools.partial(_fastest, shared=shared)
+    find = functools.partial(_search if every else _fastest, known=Alike(cluster, shared, images))
     unrolls = dict.fromkeys([config.unroll, 1, 0, *constraints.numbers("unroll")])
     config = changed(config, unroll=constraints.choices("unroll", list(unrolls))[0])
     tried: list[Found] = []
     for away in _places(config, constraints):
-        tried.append(find(config, cluster, constraints, [away]))
+        tried.append(find(config, constraints, [away]))
         if tried[-1].plans:
             break
     found = min(tried, key=lambda one: (not one.plans, one.smallest.memory.total if one.smallest else math.inf))
@@ -101,14 +104,17 @@ def _places(config: RunConfig, constraints: Constraints) -> list[bool]:
 def _smaller(plan: Plan, constraints: Constraints) -> Plan:
     """What needs least memory on the plan's mesh: where the state alone is too large, the search does not go on to
     remat policies that keep less."""
-    least = _thrifty(plan.config, Alike(plan.cluster), constraints, [plan.config.offload.optimizer])
+    known = Alike(plan.cluster, images=plan.sketch.images)
+    least = _thrifty(plan.config, known, constraints, [plan.config.offload.optimizer])
     return min([plan, *(one for one in least if isinstance(one, Plan))], key=lambda one: one.memory.total)
 
 
-def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> Plan | None:
+def first_fit(
+    config: RunConfig, cluster: Cluster, constraints: Constraints = FREE, images: RowImages | None = None
+) -> Plan | None:
     """Any plan that fits, of those that need least memory on their mesh: the first with ROOM to spare, else the one
     with most. None where none fits or none can run."""
-    away, known = _places(config, constraints), Alike(cluster)
+    away, known = _places(config, constraints), Alike(cluster, images=images)
     tightest: Plan | None = None
     for laid in laid_out(config, cluster, constraints):
         for plan in _thrifty(laid, known, constraints, away):
@@ -121,13 +127,13 @@ def first_fit(config: RunConfig, cluster: Cluster, constraints: Constraints = FR
 
 
 def _search(
-    config: RunConfig, cluster: Cluster, constraints: Constraints, offload: Sequence[bool], beam: int = BEAM
+    config: RunConfig, constraints: Constraints, offload: Sequence[bool], known: Alike, beam: int = BEAM
 ) -> Found:
     """Where there are more meshes than `beam`, first the fewest microbatches on each that fit where least is kept, and
     then everything on the fastest of them: DeepSeek V3 on 1,024 GPUs has 2,602 meshes with 41,600 ways to run on
     them."""
-    tally, known = _Tally(), Alike(cluster)
-    meshes = list(laid_out(config, cluster, constraints))
+    tally = _Tally()
+    meshes = list(laid_out(config, known.cluster, constraints))
     if len(meshes) > beam:
         for laid in meshes:
             tally.add(_fewest(laid, known, constraints, offload))
@@ -137,16 +143,10 @@ def _search(
     return tally.found()
 
 
-def _fastest(
-    config: RunConfig,
-    cluster: Cluster,
-    constraints: Constraints,
-    offload: Sequence[bool],
-    shared: Shared | None = None,
-) -> Found:
+def _fastest(config: RunConfig, constraints: Constraints, offload: Sequence[bool], known: Alike) -> Found:
     """Of each mesh, what may be faster than all that was seen before: first the meshes without stages, then those with,
     from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
-    tally, known, bound = _Tally(), Alike(cluster, shared), Bound(config.model.transformer())
+    tally, bound, cluster = _Tally(), Bound(config.model.transformer()), known.cluster
     where = config.train, config.offload, cluster.island
     meshes = known.once("laid out", where, lambda: list(laid_out(config, cluster, constraints)))
     least = Least(known, bound, meshes, constraints, offload)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,13 +15,9 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import Gpu
 from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
-from shardlm.layers.head_indexer import HeadIndexerConfig
-from shardlm.layers.lightning import LightningConfig
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
-from shardlm.layers.pooled_indexer import PooledIndexerConfig
-from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.plan.spread import Spread, Weights, spread
@@ -29,6 +25,9 @@ from shardlm.rules import BATCH_AXES, Rules, Table
 from shardlm.state import ModelDef
 from shardlm.train.config import RunConfig
 from shardlm.train.settled import Settled, settle
+
+if TYPE_CHECKING:
+    from shardlm.plan.training_images import RowImages
 
 T = TypeVar("T")
 CAPABILITY = {"ampere": "8.0", "ada": "8.9", "hopper": "9.0", "blackwell": "10.0"}
@@ -113,15 +112,6 @@ def refuse(shape: TransformerConfig, length: int, mesh: MeshSpec | None = None) 
         ),
         "layers that look up n-grams": mesh is not None and bool(shape.ngrams),
         "gated streams between layers": mesh is not None and isinstance(shape.streams, GatedStreamsConfig),
-        "lightning attention": any(isinstance(block.attention, LightningConfig) for block in shape.kinds),
-        "layers that add to the stream behind its norm": any(block.of_normed for block in shape.kinds),
-        "mixtures that are added a layer later": isinstance(shape.streams, ShortcutConfig),
-        "queries that attend to chosen pools of tokens": any(
-            isinstance(getattr(block.attention, "indexer", None), PooledIndexerConfig) for block in shape.kinds
-        ),
-        "kv heads that attend to blocks of their own": any(
-            isinstance(getattr(block.attention, "indexer", None), HeadIndexerConfig) for block in shape.kinds
-        ),
     }
     if lacking := [reason for reason, holds in reasons.items() if holds]:
         instead = "a mesh of data, fsdp and tensor, or one without a plan" if split else "a mesh without a plan"
@@ -137,6 +127,7 @@ class Sketch:
     config     with every size of its mesh given
     weights    all parameters, trained or not
     gpus_per_host  of the hosts over which the mesh lies
+    images     of each row; None: rows have none
     made       what it came to whatever a GPU's rates and memory are, by the function that made it
     """
 
@@ -147,14 +138,16 @@ class Sketch:
     execution: Execution
     weights: tuple[Weight, ...]
     gpus_per_host: int = 8
+    images: "RowImages | None" = None
     made: dict[Callable, Any] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
-    def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8) -> "Sketch":
+    def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8, images: "RowImages | None" = None) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
         settled = settle(config, config.mesh, Described.of(gpu), traced=False)
         refuse(settled.shape, config.train.seq_len, config.mesh)
-        return cls(config, gpu, settled.shape, settled.rules, settled.execution, _weights(settled), gpus_per_host)
+        made = settled.shape, settled.rules, settled.execution, _weights(settled)
+        return cls(config, gpu, *made, gpus_per_host, images)
 
     def on(self, gpu: Gpu, gpus_per_host: int) -> "Sketch":
         """The same on a GPU that has the same programs, and what it came to with it."""
@@ -212,6 +205,12 @@ class Sketch:
     def tokens(self) -> float:
         """Of one microbatch on one device inside attention and MLP, where the sequence is whole over tensor."""
         return self.rows * self.config.train.seq_len / self.mesh.context
+
+    @functools.cached_property
+    def loops(self) -> bool:
+        """Whether layers are in loops, as they are but where a run asks for none or no layer is like another (MiniMax,
+        whose decays are each layer's own)."""
+        return bool(self.config.unroll) and any(segment.repeats > 1 for segment in self.shape.segments)
 
     @functools.cached_property
     def schedule(self) -> Schedule:

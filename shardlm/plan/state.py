@@ -31,6 +31,7 @@ class State:
     optimizer  its moments
     average    of the weights (optim.ema_decay)
     replicas   what replicas behind a slow link keep of their own
+    images     what reads images, and the vectors of a batch
     host       of all these, what rests in host memory; it is not in the others
     """
 
@@ -41,11 +42,12 @@ class State:
     replicas: int
     batch: int
     host: int
+    images: int = 0
 
     @property
     def total(self) -> int:
         """On the device."""
-        return self.weights + self.frozen + self.optimizer + self.average + self.replicas + self.batch
+        return self.weights + self.frozen + self.optimizer + self.average + self.replicas + self.batch + self.images
 
 
 def state(sketch: Sketch) -> State:
@@ -65,6 +67,7 @@ def state(sketch: Sketch) -> State:
         replicas=_replicas(sketch, trained) if apart(config) else 0,
         batch=_batch(sketch),
         host=host,
+        images=sketch.images.added(sketch).nbytes if sketch.images else 0,
     )
 
 

@@ -14,6 +14,9 @@ WIDE = 4  # bytes of a float32
 # of [128, 64] in 1 and in 8 groups, 2,048 tokens: 123 and 226 MiB of a layer forward, 336 and 467 for gradients).
 FORWARD, BACKWARD = (13.5, 14.7), (40, 19)
 KERNELS, KERNELS_BACK = 17, 37
+# The same where nothing is convolved and decays are constants: what two programs of MiniMax-01's layers (3 of 16 heads
+# of [128, 128] in as many groups, 4,096 tokens) have beyond all else that is foreseen of them.
+PLAIN, PLAIN_BACK = (6, 4), (14, 7)
 # Arrays of all that goes through convolutions, while layers are done backwards (of the same, and of 16 layers); and of
 # values and of keys and queries, that are kept without recomputation.
 AT_WORK, HELD = 10.5, (22.7, 7)
@@ -64,7 +67,8 @@ def moved(rule, narrow: float) -> Op:
     keys' and queries': these, decays, the gate and the norm behind it."""
     values = rule.itemsize * rule.C * rule.squares * rule.V
     keys = narrow - values
-    there, back = FORWARD[0] * values + FORWARD[1] * keys, BACKWARD[0] * values + BACKWARD[1] * keys
+    forward, backward = (FORWARD, BACKWARD) if rule.convolves else (PLAIN, PLAIN_BACK)
+    there, back = forward[0] * values + forward[1] * keys, backward[0] * values + backward[1] * keys
     kernels = {"host": (KERNELS - 1) * GAP, "gradient_host": (KERNELS_BACK - 1) * GAP}
     what = "convolutions, decays, gate and norm"
     return Op("linear attention", what, "memory", 0, there, 1, gradient_bytes=back, **kernels)

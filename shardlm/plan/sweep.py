@@ -20,6 +20,7 @@ from shardlm.plan.constraints import FIELDS, FREE, Constraints
 from shardlm.plan.local import cluster_of_profile
 from shardlm.plan.plan import Plan
 from shardlm.plan.search import search
+from shardlm.plan.training_images import RowImages
 from shardlm.train.config import RunConfig
 
 NUM_GPUS, GPU, CLUSTER = HARDWARE_FIELDS = ("num_gpus", "gpu", "cluster")
@@ -90,6 +91,7 @@ class Case:
     cluster: Cluster
     constraints: Constraints
     budget: Budget
+    images: RowImages | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +142,11 @@ def sweep(
     dollars_per_gpu_hour: float = 0,
     scale_batch: bool = False,
     hardware: Hardware = SHIPPED,
+    images: RowImages | None = None,
 ) -> Sweep:
     """The best plan for each value. `cluster` says what is not varied; tokens and price as in asked.budget_of.
 
+    images       of each row
     scale_batch  keeps the rows per GPU of the smallest number of GPUs, which has the configuration's global batch
 
     Raises ShardlmError for a field or a value that does not exist; a value that nothing runs or fits with has a row
@@ -159,7 +163,8 @@ def sweep(
     cases = []
     for value, (one, there, rules) in zip(over.values, asked, strict=True):
         at = value if over.field == CLUSTER else None
-        cases.append(Case(value, one, there, rules, budget_of(one, there, tokens, dollars_per_gpu_hour, at)))
+        budget = budget_of(one, there, tokens, dollars_per_gpu_hour, at)
+        cases.append(Case(value, one, there, rules, budget, images))
     rows = tuple(map(best, cases))
     return Sweep(over, rows, time.perf_counter() - start)
 
@@ -168,14 +173,14 @@ def best(case: Case) -> Row:
     """The fastest plan of a case, or why there is none."""
     config, cluster, constraints = case.config, case.cluster, case.constraints
     try:
-        found = search(config, cluster, constraints, every=False)
+        found = search(config, cluster, constraints, every=False, images=case.images)
     except ShardlmError as error:
         return Row(case, None, str(error), None, 0)
     if found.plans:
         return Row(case, found.plans[0], "", None, found.considered)
     least = found.smallest
     why = f"nothing fits: the smallest plan needs {gib(least.memory.total)} of {gib(cluster.gpu.hbm_bytes)} GiB"
-    return Row(case, None, why, first_change(config, cluster, constraints), found.considered)
+    return Row(case, None, why, first_change(config, cluster, constraints, case.images), found.considered)
 
 
 def _asked(
@@ -227,9 +232,11 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.1f}"
 
 
-def around(config: RunConfig, cluster: Cluster, constraints: Constraints = FREE) -> list[tuple[int, float, bool]]:
+def around(
+    config: RunConfig, cluster: Cluster, constraints: Constraints = FREE, images: RowImages | None = None
+) -> list[tuple[int, float, bool]]:
     """`Sweep.throughput` of a quarter to four times the cluster's GPUs, at the same global batch."""
     host = min(cluster.gpus_per_host, cluster.num_gpus)
     counts = [int(cluster.num_gpus * times) for times in (0.25, 0.5, 1, 2, 4)]
     whole = tuple(str(count) for count in counts if count >= host and count % host == 0)
-    return sweep(config, cluster, Over(NUM_GPUS, whole), constraints).throughput()
+    return sweep(config, cluster, Over(NUM_GPUS, whole), constraints, images=images).throughput()

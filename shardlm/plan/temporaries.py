@@ -50,11 +50,21 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     for own in filter(None, (linear_memory.at_work(sketch, parts), compressed_memory.at_work(sketch, parts))):
         moments.append(_joined(always, own, _around(sketch, parts)))
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
+    if not sketch.loops and sketch.mesh.pipeline == 1:
+        moments.append(_joined(always, _in_layers(sketch, parts), _at_first_layer(sketch, parts)))
     fullest = max(moments, key=_total)
-    before = parts.resting - zeros_behind(sketch, parts) if sketch.config.unroll else 0
+    before = parts.resting - zeros_behind(sketch, parts) if sketch.loops else 0
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or not before:
         return fullest, 0
     return fullest, min(before, _total(fullest) - max(map(_total, moments[1:])))
+
+
+def _at_first_layer(sketch: Sketch, parts: Parts) -> Kinds:
+    """Of layers that are in no loop, when the first is done backwards: the gradients of all others are there, and what
+    these kept is gone."""
+    others = 1 - 1 / sketch.shape.num_layers
+    patterns = (_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers))
+    return _joined(_times(-others, _joined(*patterns)), {"gradients": others * parts.resting})
 
 
 def _around(sketch: Sketch, parts: Parts) -> Kinds:
@@ -67,8 +77,11 @@ def _around(sketch: Sketch, parts: Parts) -> Kinds:
 
 def _joined(*parts: Kinds) -> Kinds:
     """Their sums."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+    found = dict(parts[0])
+    for part in parts[1:]:  # a search joins a million
+        for name, nbytes in part.items():
+            found[name] = found.get(name, 0) + nbytes
+    return found
 
 
 def _times(factor: float, kinds: Kinds) -> Kinds:
@@ -89,7 +102,7 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch. Without a loop over layers nothing is added to zeros, and a
         # layer's gradients come as what it kept goes.
-        own = parts.resting if sketch.config.unroll else 0
+        own = parts.resting if sketch.loops else 0
         found["gradients"] = parts.resting + own + parts.around if sketch.passes > 1 else own
         # Zeros of the gradient of layers' inputs, which are made before the loss and filled when all layers are done.
         found["inputs"] = itemsize(sketch) * _of_inputs(sketch, sketch.rules.use)

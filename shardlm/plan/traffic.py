@@ -170,7 +170,7 @@ def _experts(moe: MoeConfig, exchange: Exchange, stream: float, ranks: int, laye
     times = 4 + again  # the results of the experts need not come back a second time
     if exchange == "gather":
         return Sent(("expert",), "tokens gathered", times * stream * (ranks - 1) * layers, GATHER, times * layers)
-    sent = times * stream * moe.top_k * share(ranks) * layers
+    sent = times * stream * moe.working * share(ranks) * layers
     return Sent(("expert",), "tokens sent", sent, RAGGED, times * layers)
 
 

@@ -1,9 +1,10 @@
 """What images add to a step of training on them: an encoder, whole on each device, the vectors that it makes, which
-come with the batch, and what training it too takes. Estimates, by formulas, beside a plan that knows nothing of images;
+come with the batch, and what training it too takes. Estimates, by formulas, of every way to run that a search looks at;
 the encoder's own temporaries are not counted (compiled: 87 to 372 MiB for images of up to 16,384 patches, and 1.5 GiB
 for 4,096 on the way back to a tower of 0.4 B parameters that is trained)."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.hardware import Gpu
 from shardlm.models.pretrained import Pretrained
 from shardlm.plan.serving.encoder import Image
 from shardlm.plan.serving.images import Seen, seen_of
@@ -18,6 +20,8 @@ from shardlm.plan.serving.time import image_seconds
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.state import MASTER, moments
 from shardlm.serve.bench.image_work import size_of
+from shardlm.serve.image_encoder import places_of
+from shardlm.serve.pool_size import CHUNK_TOKENS
 from shardlm.train.config import RunConfig
 from shardlm.train.learned_encoder import split_as
 from shardlm.train.seeing import prepared_as
@@ -46,6 +50,20 @@ class RowImages:
     tokens: int
     seen: Seen
     image: Image
+
+    def added(self, sketch: Sketch) -> "TrainingImages":
+        """What they add to a step. Vectors lie as the batch's other arrays do."""
+        act, train, mesh = sketch.rules.act, sketch.config.train, sketch.mesh
+        ways = mesh.size(*act.axes("batch"))
+        numbers = self.seen.width * train.global_batch * train.seq_len // (ways * mesh.size(*act.axes("whole_seq")))
+        images = math.ceil(train.global_batch / ways * self.count / (mesh.size(*mesh.sizes()) // ways))
+        seconds = PASSES[train.encoder] * images * _seconds(self.image, sketch.gpu)
+        learned = _learned_bytes(sketch, self.seen) if train.encoder != "frozen" else 0
+        return TrainingImages(DTYPE.itemsize * self.seen.parameters, learned, DTYPE.itemsize * numbers, seconds)
+
+    def sampled_bytes(self, seq_len: int) -> int:
+        """Of the vectors that a copy which samples replies of so many tokens has room for (shardlm/reinforce)."""
+        return DTYPE.itemsize * self.seen.width * places_of(seq_len, CHUNK_TOKENS[False])
 
     @classmethod
     def asked(cls, text: str, config: RunConfig) -> "RowImages":
@@ -95,16 +113,10 @@ class TrainingImages:
     vector_bytes: int
     encoder_seconds: float
 
-    @classmethod
-    def of(cls, sketch: Sketch, rows: RowImages) -> "TrainingImages":
-        """Vectors lie as the batch's other arrays do."""
-        act, train, mesh = sketch.rules.act, sketch.config.train, sketch.mesh
-        ways = mesh.size(*act.axes("batch"))
-        numbers = rows.seen.width * train.global_batch * train.seq_len // (ways * mesh.size(*act.axes("whole_seq")))
-        images = math.ceil(train.global_batch / ways * rows.count / (mesh.size(*mesh.sizes()) // ways))
-        seconds = PASSES[train.encoder] * images * image_seconds(rows.image, sketch.gpu, DTYPE)
-        learned = _learned_bytes(sketch, rows.seen)
-        return cls(DTYPE.itemsize * rows.seen.parameters, learned, DTYPE.itemsize * numbers, seconds)
+    @property
+    def nbytes(self) -> int:
+        """On each device, throughout a step."""
+        return self.encoder_bytes + self.learned_bytes + self.vector_bytes
 
 
 def _learned_bytes(sketch: Sketch, seen: Seen) -> int:
@@ -115,3 +127,8 @@ def _learned_bytes(sketch: Sketch, seen: Seen) -> int:
     copies = [rules.rest] + [rules.optimizer] * (config.optim.ema_decay > 0)
     at_rest = sum(MASTER * weight.numbers(table) for weight in weights for table in copies)
     return at_rest + moments(weights, config.optim, rules.optimizer) + sum(MASTER * math.prod(s) for s in trained)
+
+
+@functools.lru_cache(maxsize=256)
+def _seconds(image: Image, gpu: Gpu) -> float:
+    return image_seconds(image, gpu, DTYPE)

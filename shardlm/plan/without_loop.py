@@ -37,4 +37,4 @@ def _unrolled(first: Ranked, constraints: Constraints) -> Plan | None:
     worth = config.remat == "dots" and config.mesh.pipeline == 1 and first.plan.sketch.shape.num_layers <= MOST
     if not first.program or not first.fits or not worth or config.unroll != 1 or not constraints.allow("unroll", 0):
         return None
-    return Plan.of(dataclasses.replace(config, unroll=0), first.plan.cluster)
+    return Plan.of(dataclasses.replace(config, unroll=0), first.plan.cluster, images=first.plan.sketch.images)

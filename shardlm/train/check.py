@@ -22,9 +22,8 @@ from shardlm.train.config import PipelineConfig, TrainConfig
 
 def check_batch(train: TrainConfig, mesh: MeshSpec) -> None:
     """Refuses batches and rows that do not divide over microbatches and devices."""
-    # Each stage of a pipeline sees all rows of a microbatch.
-    rows = mesh.size(*BATCH_AXES) * train.accumulation
-    if not train.shares and train.global_batch % rows:  # shares have their own check (replicas.py)
+    if not splits_batch(train, mesh):
+        rows = mesh.size(*BATCH_AXES) * train.accumulation
         batch_axes = tuple(axis for axis in BATCH_AXES if mesh.size(axis) > 1)
         below = train.global_batch // rows * rows
         near = f"{below} or {below + rows}" if below else str(rows)
@@ -33,6 +32,12 @@ def check_batch(train: TrainConfig, mesh: MeshSpec) -> None:
             f"train.global_batch={train.global_batch} cannot be split over {axes}, {rows} ways; choose {near}"
         )
     check_length(train.seq_len, mesh)
+
+
+def splits_batch(train: TrainConfig, mesh: MeshSpec) -> bool:
+    """Whether `check_batch` does not refuse the rows. Each stage of a pipeline sees all of a microbatch; shares have
+    their own check (replicas.py)."""
+    return bool(train.shares) or train.global_batch % (mesh.size(*BATCH_AXES) * train.accumulation) == 0
 
 
 def check_length(seq_len: int, mesh: MeshSpec) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, Protocol
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
@@ -110,7 +111,10 @@ def check_sizes(config: RunConfig, spec: MeshSpec, mtp: bool = True) -> tuple[Tr
     check_positions(config.train.seq_len, shape)
     modules = mtp and not config.lora.rank
     check_mtp(config, shape if modules else shape.without_mtp())
-    return _rules(config.rules, spec, config.model, modules, config.context_attention)
+    found = _rules(config.rules, spec, config.model, modules, config.context_attention)
+    if isinstance(found, ShardlmError):
+        raise found.with_traceback(None)
+    return found
 
 
 # A search settles tens of thousands of configurations of one model on a few hundred meshes.
@@ -124,13 +128,17 @@ def _widths(model: Any) -> dict[str, set[int]]:
     return _shape(model).widths()
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=8192)
 def _rules(
     preset: Preset, spec: MeshSpec, model: Any, mtp: bool, context_attention: str
-) -> tuple[TransformerConfig, Rules]:
-    rules = Rules.make(preset, spec).fitting(_widths(model))
+) -> tuple[TransformerConfig, Rules] | ShardlmError:
+    """Or why there are none, which is found once as they are."""
     shape = _shape(model) if mtp else _shape(model).without_mtp()
-    check_model(shape, rules, context_attention)
+    try:
+        rules = Rules.make(preset, spec).fitting(_widths(model))
+        check_model(shape, rules, context_attention)
+    except ShardlmError as error:
+        return error
     return shape, rules
 
 

@@ -295,13 +295,9 @@ def test_entries_of_one_kind_end_where_those_of_another_do():
         ),
         ("llama4", {}, "no formulas for attention within chunks of 7 tokens in rows of 16"),
         ("deepseek_v4", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model look at the tokens"),
-        ("minimax", {}, "no formulas for lightning attention and layers that add to the stream behind its norm, which"),
-        ("longcat_flash", {}, "no formulas for mixtures that are added a layer later, which this model has: choose"),
-        ("minimax_m3", {}, "no formulas for kv heads that attend to blocks of their own, which this model has"),
         ("minimax_m3", {"mesh": MeshSpec(context=2)}, "context=2: each kv head of the model attends to blocks of its"),
         ("glm5_next", {"mesh": MeshSpec(pipeline=2)}, "pipeline=2: layers of the model have several streams, or what"),
         ("longcat_flash", {"mesh": MeshSpec(pipeline=2)}, "=2: layers of the model have several streams, or what is"),
-        ("glm5_next", {}, "no formulas for queries that attend to chosen pools of tokens, which this model has"),
         (
             "qwen4_exp",
             {},

@@ -16,6 +16,7 @@ def _of(reference: str, *by_layer: str) -> Callable[..., Pretrained]:
     """A family by its reference, without options that have a value for each layer of it; `kinds` has a letter for each
     layer."""
     names = {"C": "conv", "F": "full_attention", "S": "sliding_attention", "L": "linear_attention"}
+    names |= {"B": "minimax_m3_sparse"}
 
     def made(kinds: str = "", **sizes) -> Pretrained:
         found = json.loads((REFERENCES / reference / "config.json").read_text())
@@ -35,6 +36,10 @@ MODELS = {
         "mistral_large4", "layer_types", "mlp_layer_types", "indexer_types", "kv_source_layers", "no_rope_layers"
     ),
     "predicted": _of("gemma3n"),
+    "shortcut": _of("longcat_flash"),
+    "lightning": _of("minimax", "layer_types"),
+    "own blocks": _of("minimax_m3", "layer_types", "mlp_layer_types"),
+    "pools": _of("glm5_next", "layer_types", "mlp_layer_types", "indexer_types"),
 }
 SERVED = {  # of which no training step is recorded
     "convolved experts": _of("lfm2_moe"),
@@ -69,6 +74,21 @@ _PREDICTED = {"hidden_size": 2048, "kinds": "SSSSF" * 2, "num_attention_heads": 
 _PREDICTED |= {"head_dim": 256, "intermediate_size": 8192, "vocab_size": 65_536, "vocab_size_per_layer_input": 65_536}
 _PREDICTED |= {"hidden_size_per_layer_input": 256, "altup_num_inputs": 4, "laurel_rank": 64, "num_kv_shared_layers": 0}
 _PREDICTED |= {"activation_sparsity_pattern": [0.0] * 10, "sliding_window": 512}
+_SHORTCUT = _LATENT | {"num_layers": 4, "q_lora_rank": 1024, "ffn_hidden_size": 6144, "expert_ffn_hidden_size": 768}
+_SHORTCUT |= {"n_routed_experts": 16, "zero_expert_num": 8, "moe_topk": 4}
+_LIGHTNING = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+_LIGHTNING |= {"kinds": "LLLF", "intermediate_size": 1536, "num_local_experts": 8, "num_experts_per_tok": 2}
+_LIGHTNING |= {"vocab_size": 32_768}
+_BLOCKS = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64}
+_BLOCKS |= {"kinds": "F" + "B" * 4, "mlp_layer_types": ["dense"] + ["sparse"] * 4, "dense_intermediate_size": 6144}
+_BLOCKS |= {"intermediate_size": 768, "shared_intermediate_size": 768, "num_local_experts": 16, "vocab_size": 32_768}
+_BLOCKS |= {"num_experts_per_tok": 4, "index_n_heads": 4, "index_head_dim": 128, "index_block_size": 128}
+_BLOCKS |= {"index_topk_blocks": 8, "index_local_blocks": 1}
+_POOLS = _LATENT | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 0, "qk_head_dim": 128, "head_dim": 0}
+_POOLS |= {"kinds": "LF" * 2, "indexer_types": ["full"] * 4, "mlp_layer_types": ["sparse"] * 4, "hc_mult": 4}
+_POOLS |= {"q_lora_rank": 1024, "n_routed_experts": 16, "num_experts_per_tok": 4, "index_n_heads": 16}
+_POOLS |= {"index_head_dim": 128, "index_topk": 1024, "index_kpool": 16, "linear_num_heads": 16}
+_POOLS |= {"linear_head_dim": 128}
 
 
 def _run(
@@ -105,4 +125,19 @@ PICKED = {
     "faster-tensor": _run("faster", _FASTER, TENSOR, 4),
     "predicted-fsdp": _run("predicted", _PREDICTED, FSDP, 2),
     "predicted-tensor": _run("predicted", _PREDICTED, TENSOR, 4),
+    "shortcut-fsdp": _run("shortcut", _SHORTCUT, FSDP, 2),
+    "shortcut-tensor": _run("shortcut", _SHORTCUT, TENSOR, 4),
+    "shortcut-expert": _run("shortcut", _SHORTCUT, EXPERT, 4),
+    "shortcut-context": _run("shortcut", _SHORTCUT, CONTEXT, 2),
+    "lightning-fsdp": _run("lightning", _LIGHTNING, FSDP, 2),
+    "lightning-tensor": _run("lightning", _LIGHTNING, TENSOR, 4),
+    "lightning-expert": _run("lightning", _LIGHTNING, EXPERT, 4),
+    "lightning-context": _run("lightning", _LIGHTNING, CONTEXT, 2),
+    "own-blocks-fsdp": _run("own blocks", _BLOCKS, FSDP, 2),
+    "own-blocks-tensor": _run("own blocks", _BLOCKS, TENSOR, 4),
+    "own-blocks-expert": _run("own blocks", _BLOCKS, EXPERT, 4),
+    "pools-fsdp": _run("pools", _POOLS, FSDP, 2),
+    "pools-tensor": _run("pools", _POOLS, TENSOR, 4),
+    "pools-expert": _run("pools", _POOLS, EXPERT, 4),
+    "pools-context": _run("pools", _POOLS, CONTEXT, 2),
 }

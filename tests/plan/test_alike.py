@@ -75,7 +75,7 @@ def test_a_search_finds_the_best_of_each_mesh_whatever_it_leaves_out():
                 own, key = Plan.of(plan.config, cluster), (laid.mesh, laid.rules)
                 if key not in best or own.step_seconds < best[key].step_seconds:
                     best[key] = own
-    found = _search(one, cluster, constraints, [False], beam=10**9)
+    found = _search(one, constraints, [False], Alike(cluster), beam=10**9)
     ranked = sorted(best.values(), key=lambda plan: (plan.step_seconds, plan.memory.total))
     assert [plan.config for plan in found.plans] == [plan.config for plan in ranked] and found.considered == considered
 

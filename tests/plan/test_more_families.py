@@ -11,10 +11,12 @@ from random_runs import run_of
 from shardlm.hardware import GPUS
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import MeshSpec
+from shardlm.plan.activations import kept, layer
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.compute import operations
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.memory import memory
+from shardlm.plan.program_layers import buffers_filled, filled
 from shardlm.plan.program_traffic import program_traffic
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.memory import serving_memory
@@ -22,6 +24,7 @@ from shardlm.plan.serving.ops import Pass, layer_work
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.weights import InUse, weights_of
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.sparse_attention import chooser_of, chosen_bytes
 from shardlm.plan.ways import laid_out
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serving_rules import serving_rules
@@ -35,7 +38,7 @@ def shape(model: str):
     return (MODELS | SERVED)[model](**PICKED[OF[model]]["sizes"]).transformer()
 
 
-@pytest.mark.parametrize("name", ["convolved-fsdp", "beside-fsdp", "predicted-fsdp"])
+@pytest.mark.parametrize("name", ["convolved-fsdp", "beside-fsdp", "predicted-fsdp", "shortcut-fsdp", "lightning-fsdp"])
 def test_every_weight_multiplies_every_token(name):
     sketch = Sketch.of(run_of(PICKED[name]), H100)
     mine = [op for op in operations(sketch) if op.unit == "matmul" and not op.both and op.layer != "optimizer"]
@@ -93,3 +96,73 @@ def test_what_is_not_known_of_their_memory_is_said():
         assert not memory(Sketch.of(run, H100)).doubt
         for changes in ({"remat": "dots"}, {"mesh": MeshSpec(data=2, fsdp=1)}):
             assert words in memory(Sketch.of(dataclasses.replace(run, **changes), H100)).doubt
+
+
+def test_a_token_computes_in_the_experts_that_are_no_idle_ones():
+    """Four choices among 16 experts and 8 that give back what they read: on average 8 thirds of them compute."""
+    moe = next(block.mlp for block in shape("shortcut").kinds if block.mlp.num_experts)
+    run = run_of(PICKED["shortcut-fsdp"])
+    sketch = Sketch.of(run, H100)
+    up = next(op for op in operations(sketch) if op.grouped and op.what == "up")
+    assert moe.working == pytest.approx(8 / 3)
+    assert up.flops == pytest.approx(2 * sketch.tokens * 8 / 3 * 2048 * 2 * 768)
+    more = dataclasses.replace(run.train, global_batch=8)
+    sent = Sketch.of(dataclasses.replace(run, train=more, mesh=MeshSpec(expert=8)), H100)
+    assert filled(moe, 8, 4096) == pytest.approx(8 / 3 / 8 / 2)  # of buffers for two experts' worst case
+    assert buffers_filled(sent) == filled(moe, 8, sent.tokens)
+
+
+def test_what_is_added_later_goes_by_beside_the_stream():
+    """Twice the stream is kept of each layer, and once more what attention adds to one of both."""
+    sketch = Sketch.of(run_of(PICKED["shortcut-fsdp"]), H100)
+    one = layer(sketch.shape.kinds[0], sketch)
+    stream = 4096 * 2048 * 2
+    assert (one.stream, one.later, one.one) == (2 * stream, stream, 0)
+    for remat, streams in (("full", 2), ("names", 3), ("dots", 3)):
+        kept_so = dataclasses.replace(run_of(PICKED["shortcut-fsdp"]), remat=remat)
+        assert kept(one, Sketch.of(kept_so, H100))["streams kept"] == streams * stream
+
+
+def test_kv_heads_that_choose_for_themselves_have_a_mask_each():
+    """Of rows longer than the 1,024 tokens that they attend to; shorter ones are attended to whole."""
+    run = run_of(PICKED["own-blocks-fsdp"])
+    sketch, T = Sketch.of(run, H100), 4096
+    chooses = next(block.attention for block in sketch.shape.kinds if block.attention.indexer)
+    assert chosen_bytes(chooses, sketch) == 4 * T**2
+    split = Sketch.of(dataclasses.replace(run, mesh=MeshSpec(fsdp=2, tensor=2)), H100)
+    assert chosen_bytes(chooses, split) == 2 * T**2
+    short = Sketch.of(dataclasses.replace(run, train=dataclasses.replace(run.train, seq_len=1024)), H100)
+    assert chosen_bytes(chooses, short) == 0 and chooser_of(chooses, short) is None
+    scores = {op.what: op for op in operations(sketch)}["index scores"]
+    assert scores.flops == 2 * sketch.tokens * 4 * T * 128  # each head with all tokens
+
+
+def test_pools_of_tokens_have_one_key_each():
+    sketch = Sketch.of(run_of(PICKED["pools-fsdp"]), H100)
+    found = {op.what: op for op in operations(sketch)}
+    assert found["index scores"].flops == 2 * 4096 * 16 * (4096 // 16) * 128
+    assert found["index keys"].flops == 2 * 4096 * 2 * 128 * 2048  # keys, and what they weigh in their pool
+
+
+def test_layers_of_which_none_is_like_another_are_in_no_loop():
+    """MiniMax's decays are each layer's own: gradients of the others are there when the first layer is done."""
+    sketch = Sketch.of(run_of(PICKED["lightning-fsdp"]), H100)
+    assert not sketch.loops and Sketch.of(run_of(PICKED["pools-fsdp"]), H100).loops
+    layers = sum(4 * w.numbers(sketch.rules.rest) for w in sketch.weights if w.segment is not None)
+    assert memory(sketch).kinds["gradients"] == pytest.approx(3 / 4 * layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shortcut-fsdp", "mixtures that are added a layer later"),
+        ("lightning-fsdp", "lightning attention"),
+        ("own-blocks-fsdp", "kv heads that choose blocks"),
+        ("pools-fsdp", "chosen pools of tokens"),
+    ],
+)
+def test_what_was_compared_of_the_newest_is_said(name, words):
+    run = run_of(PICKED[name])
+    assert words not in memory(Sketch.of(run, H100)).doubt
+    for changes in ({"remat": "dots"}, {"mesh": MeshSpec(data=2, fsdp=1)}):
+        assert words in memory(Sketch.of(dataclasses.replace(run, **changes), H100)).doubt

@@ -13,6 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.hlo.rows import LAYERS
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
+from shardlm.plan.alike import Alike
 from shardlm.plan.answer import answer
 from shardlm.plan.asked import budget_of, cluster_of
 from shardlm.plan.auto import auto_mesh, cluster_of_devices
@@ -282,8 +283,7 @@ def test_without_stages_nothing_is_idle_whatever_the_schedule(pipeline):
 def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
     wanted, cluster = config("mixtral_8x7b"), cluster_of("h100", None, 32)
     held = Constraints.parse(["mesh.context=1"])
-    everything = _search(wanted, cluster, held, [False], beam=10**9)
-    some = _search(wanted, cluster, held, [False], beam=16)
+    everything, some = (_search(wanted, held, [False], Alike(cluster), beam=beam) for beam in (10**9, 16))
     assert some.considered < everything.considered
     assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
 
@@ -292,7 +292,8 @@ def test_meshes_are_compared_by_the_fewest_microbatches_that_fit():
     """Of DeepSeek V3 on 1,024 the fewest do not fit on the fastest mesh, and the most gather its weights eight times as
     often: by these two it would not be among those that everything is looked at on."""
     cluster, held = cluster_of("h100", None, 1024), Constraints.parse(["mesh.pipeline=1", "rules=zero3", "remat=full"])
-    everything, some = (_search(config("deepseek_v3"), cluster, held, [False], beam=beam) for beam in (10**9, 16))
+    wanted = config("deepseek_v3")
+    everything, some = (_search(wanted, held, [False], Alike(cluster), beam=beam) for beam in (10**9, 16))
     assert some.considered < everything.considered
     assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
     assert some.plans[0].config.train.accumulation == 4

@@ -20,9 +20,11 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.plan.answer import answer
 from shardlm.plan.asked import cluster_of
 from shardlm.plan.constraints import Constraints
+from shardlm.plan.plan import Plan
 from shardlm.plan.report import data as report
 from shardlm.plan.report import html as report_html
 from shardlm.plan.report import text as report_text
+from shardlm.plan.search import search
 from shardlm.plan.serving.answer import answer_serving
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.encoder import Image, operations
@@ -34,10 +36,12 @@ from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.training_images import RowImages, TrainingImages
+from shardlm.plan.training_images import RowImages
 from shardlm.serve.engine_config import EngineConfig
-from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.serve.pool_size import CHUNK_TOKENS
+from shardlm.train.config import GrpoConfig, RunConfig, TrainConfig
 
+PARTS = "compute", "contention", "exposed"
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 TEXT = {  # https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct
     "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
@@ -133,7 +137,7 @@ def test_a_step_of_training_on_images(qwen):
     config = dataclasses.replace(config, mesh=MeshSpec(fsdp=4, context=2))
     train = config.train
     sketch = Sketch.of(config, GPUS["h100"])
-    found = TrainingImages.of(sketch, rows)
+    found = rows.added(sketch)
     assert found.encoder_bytes == 2 * qwen.seen.parameters
     assert found.vector_bytes == 2 * 3584 * train.global_batch * train.seq_len // 8
     calls = math.ceil(train.global_batch / 4 * 1.5 / 2)
@@ -141,7 +145,7 @@ def test_a_step_of_training_on_images(qwen):
     assert found.learned_bytes == 0
     # float32 weights and adamw's two moments over eight devices, sums of gradients whole, five times through it.
     learns = dataclasses.replace(config, train=dataclasses.replace(train, encoder="all"))
-    all_of_it = TrainingImages.of(dataclasses.replace(sketch, config=learns), rows)
+    all_of_it = rows.added(dataclasses.replace(sketch, config=learns))
     assert all_of_it.learned_bytes == pytest.approx((12 / 8 + 4) * qwen.seen.parameters, rel=0.01)
     assert all_of_it.encoder_seconds == pytest.approx(5 * found.encoder_seconds)
 
@@ -152,21 +156,57 @@ def test_what_a_plan_of_training_says_of_images(folder):
     config = RunConfig(Pretrained(str(folder)), data=data, precision="bf16", remat="full", train=train)
     images = RowImages.asked("1.5@448x896", config)
     assert images.tokens == 512 and images.image.patches == 2048
-    found = answer(config, cluster_of("h100", None, 8), Constraints.parse(["mesh.fsdp=8"]))
-    told = report.to_json(found, images=images)
-    added = TrainingImages.of(found.best.plan.sketch, images)
-    free = found.best.plan.gpu.hbm_bytes - found.best.plan.memory.total
-    own = added.encoder_bytes + added.learned_bytes + added.vector_bytes
-    assert told["images"]["left_bytes"] == free - own > 0 and added.learned_bytes > 0
+    asked = config, cluster_of("h100", None, 8), Constraints.parse(["mesh.fsdp=8"])
+    found = answer(*asked, images=images)
+    told, plan = report.to_json(found), found.best.plan
+    added = images.added(plan.sketch)
+    assert added.learned_bytes > 0
     assert told["images"]["encoder_seconds"] == added.encoder_seconds > 0
+    assert {"kind": "images", "bytes": added.nbytes} in told["plans"][0]["memory"]["kinds"]
+    assert told["plans"][0]["timeline"][0] == {
+        "phase": "images",
+        "parts": [{"part": part, "seconds": s} for part, s in zip(PARTS, (added.encoder_seconds, 0, 0), strict=True)],
+    }
+    bare = Plan.of(plan.config, plan.cluster)
+    assert plan.step_seconds == pytest.approx(bare.step_seconds + added.encoder_seconds)
+    assert plan.memory.total == pytest.approx(bare.memory.total + added.nbytes)
     text = " ".join(report_text.to_text(told).split())
     assert "With 1.5 images of 448 x 896 pixels (height x width) in each row, 512 tokens each: their encoder" in text
     assert re.search(r"GiB a GPU, training it [\d.]+ GiB more and", text)
-    assert "None of it is in the figures above, beside which it leaves" in text
+    assert "All of it is in the figures above" in text
     page = report_html.to_html(told)
     page_checker.check(page)
     assert "their encoder takes" in page
-    assert report.to_json(found)["images"] is None
+    assert report.to_json(answer(*asked))["images"] is None
+
+
+def test_every_way_to_run_counts_its_images(folder):
+    """Those that fit with them alone are ranked, by steps that begin with reading them; looking for the fastest alone
+    finds the same."""
+    train = TrainConfig(global_batch=64, seq_len=8192, mtp_loss=0.0)
+    config = RunConfig(Pretrained(str(folder)), precision="bf16", remat="full", train=train)
+    images, held = RowImages.asked("4@896x896", config), Constraints.parse(["mesh.pipeline=1", "matmul=dtype"])
+    cluster = cluster_of("h100", None, 8)
+    seen, bare = search(config, cluster, held, images=images), search(config, cluster, held)
+    for plan in seen.plans:
+        added, without = images.added(plan.sketch), Plan.of(plan.config, cluster)
+        assert added.nbytes > 2**30 and plan.memory.kinds["images"] == added.nbytes
+        assert plan.memory.total == pytest.approx(without.memory.total + added.nbytes)
+        assert plan.step_seconds == pytest.approx(without.step_seconds + plan.cost.image_seconds)
+        assert plan.least_seconds <= plan.step_seconds
+    ways = [[(plan.config.mesh, plan.config.remat, plan.config.train) for plan in one.plans] for one in (seen, bare)]
+    assert ways[0] != ways[1]
+    assert search(config, cluster, held, every=False, images=images).plans[0].config == seen.plans[0].config
+
+
+def test_what_samples_replies_to_images_has_room_for_their_vectors(folder):
+    config = RunConfig(
+        Pretrained(str(folder)), precision="bf16", mesh=MeshSpec(fsdp=8), grpo=GrpoConfig(reward=("a:b",))
+    )
+    config = dataclasses.replace(config, train=TrainConfig(global_batch=8, seq_len=4096, mtp_loss=0.0))
+    images, cluster = RowImages.asked("1@448x448", config), cluster_of("h100", None, 8)
+    seen, bare = (Plan.of(config, cluster, images=own).memory.kinds for own in (images, None))
+    assert seen["what samples"] - bare["what samples"] == 2 * 3584 * max(4096, 4 * CHUNK_TOKENS[False])
 
 
 @pytest.mark.parametrize(

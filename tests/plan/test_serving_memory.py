@@ -80,6 +80,10 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("bailing_hybrid", {"tensor": 2}, {}),
         ("hy_v4", {"tensor": 2}, {}),
         ("mistral_large4", {"tensor": 2}, {}),
+        ("minimax", {"tensor": 2}, {}),
+        ("minimax_m3", {"tensor": 2}, {}),
+        ("longcat_flash", {"expert": 2}, {}),
+        ("glm5_next", {"tensor": 2}, {}),
     ],
 )
 def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, options, monkeypatch):

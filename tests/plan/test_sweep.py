@@ -63,8 +63,9 @@ def swept(text: str, one, **options):
     ],
 )
 def test_the_fastest_alone_is_the_first_of_the_whole_search(name, train, gpu, num_gpus, words):
-    asked = config(name, **train), cluster_of(gpu, None, num_gpus), Constraints.parse(words)
-    whole, fast = _search(*asked, [False], beam=10**6), search(*asked, every=False)
+    wanted, cluster, held = config(name, **train), cluster_of(gpu, None, num_gpus), Constraints.parse(words)
+    whole = _search(wanted, held, [False], Alike(cluster), beam=10**6)
+    fast = search(wanted, cluster, held, every=False)
     assert fast.plans[0].step_seconds == whole.plans[0].step_seconds
     assert fast.plans[0].config == whole.plans[0].config
     assert fast.considered < 0.7 * whole.considered

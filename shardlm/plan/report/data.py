@@ -25,7 +25,6 @@ from shardlm.plan.report.step import (
     memory,
     timeline,
 )
-from shardlm.plan.training_images import RowImages, TrainingImages
 
 Sweep = Iterable[tuple[int, float, bool]]
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -37,14 +36,12 @@ def to_json(
     sweep: Sweep = (),
     most: int = 12,
     overrides: Mapping[str, str] = NOTHING,
-    images: RowImages | None = None,
 ) -> dict[str, Any]:
     """All that is said of a configuration called `name`.
 
     sweep  (number of GPUs, tokens/s of the best plan, whether it fits), for throughput against the number of GPUs
     overrides  of its fields, by path, as text
     most   plans that are listed; those that were compiled are listed in any case
-    images  of each row, which plans are without
     """
     ranked = list(enumerate(answer.ranked, 1))
     shown = [(rank, one) for rank, one in ranked if rank <= most or one.verified]
@@ -63,20 +60,18 @@ def to_json(
         "shortfall": None if best else _shortfall(answer),
         "changes": [_change(one, answer.budget) for one in answer.changes],
         "sweep": _sweep(answer, sweep),
-        "images": _images(best, images) if best and images else None,
+        "images": _images(best) if best and best.plan.sketch.images else None,
     }
 
 
-def _images(best: Ranked, images: RowImages) -> dict[str, Any]:
-    """What they add to the first plan, estimated, and whether there is room for them beside it."""
-    added = TrainingImages.of(best.plan.sketch, images)
-    needed = _needed(best) + added.encoder_bytes + added.learned_bytes + added.vector_bytes
+def _images(best: Ranked) -> dict[str, Any]:
+    """What those of each row have of the first plan, estimated."""
+    images = best.plan.sketch.images
     return {
         "per_row": images.count,
         "size": list(images.size),
         "tokens_each": images.tokens,
-        **dataclasses.asdict(added),
-        "left_bytes": best.plan.gpu.hbm_bytes - needed,
+        **dataclasses.asdict(images.added(best.plan.sketch)),
     }
 
 

@@ -22,17 +22,14 @@ class Fact:
 
 
 def images(found: Data) -> str:
-    """What images of each row add to the first plan."""
+    """What images of each row have of the first plan."""
     height, width = found["size"]
-    left = found["left_bytes"]
     learned = f", training it {gib(found['learned_bytes'])} GiB more" if found["learned_bytes"] else ""
-    room = f"leaves {gib(left)} GiB" if left >= 0 else f"is {gib(-left)} GiB more than there is"
     return (
         f"With {found['per_row']:g} images of {height} x {width} pixels (height x width) in each row, "
         f"{found['tokens_each']:,} tokens each: their encoder takes {gib(found['encoder_bytes'])} GiB a GPU{learned} "
         f"and {duration(found['encoder_seconds'])} s of a step, and its vectors {gib(found['vector_bytes'])} GiB "
-        f"(estimated). None of it is in the figures above, beside which it {room}; preparing images on the host is not "
-        "counted."
+        "(estimated). All of it is in the figures above; preparing images on the host is not counted."
     )
 
 

@@ -287,7 +287,7 @@ def _stage(
     between = 3 * shape.embed_dim * (1 + (shape.streams.count if shape.streams else 0))
 
     mixtures = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
-    of_expert = max((mlp.top_k / mlp.num_experts for mlp in mixtures), default=0.0)  # of the tokens, on average
+    of_expert = max((mlp.top_k / mlp.choices for mlp in mixtures), default=0.0)  # of the tokens, on average
 
     def unpacked(tokens: int) -> int:
         shares = ((held, of_expert if held.of_experts else 1) for held in weights)

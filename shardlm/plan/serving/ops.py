@@ -14,6 +14,7 @@ from shardlm.layers.block_indexer import BlockIndexerConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
+from shardlm.layers.head_indexer import HeadIndexerConfig
 from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.moe import MoeConfig
@@ -142,10 +143,11 @@ def _mixing(attention, weights: Sequence[InUse], rules: Rules, cache_bytes: floa
         rows = compressed.Rows.of(attention, cache_bytes)
         kv = rows.least(seen)
         ops += compressed.operations(attention, weights, rules, rows, seen, one)
-    elif isinstance(own := getattr(attention, "indexer", None), BlockIndexerConfig):
+    elif isinstance(own := getattr(attention, "indexer", None), BlockIndexerConfig | HeadIndexerConfig):
         (seen, pairs), (_, few) = attended(0, one), attended(own.top_k, one)
         key = own.head_dim * one.itemsize
-        ops += sparse.choosing_blocks(own, key, one.tokens, pairs, one.rows * seen, one.itemsize)
+        choosing = sparse.choosing_blocks if isinstance(own, BlockIndexerConfig) else sparse.choosing_by_heads
+        ops += choosing(own, key, one.tokens, pairs, one.rows * seen, one.itemsize)
         kv = one.rows * (min(seen, own.top_k * one.each) * (cache_bytes - key) + seen * key)
         ops.append(_attention(attention, rules, one, few, few * (cache_bytes - key)))
     elif getattr(attention, "indexer", None):
@@ -167,7 +169,7 @@ def _mixing(attention, weights: Sequence[InUse], rules: Rules, cache_bytes: floa
 
 def touched_share(moe: MoeConfig, tokens: float) -> float:
     """Of the experts, those that tokens with even and independent choices are expected to reach."""
-    return 1 - (1 - moe.top_k / moe.num_experts) ** tokens
+    return 1 - (1 - moe.top_k / moe.choices) ** tokens
 
 
 def attended(window: int, one: Pass) -> tuple[float, float]:
@@ -236,14 +238,14 @@ def _attention(
 
 def _experts(moe: MoeConfig, experts: Sequence[InUse], rules: Rules, one: Pass, touched: float) -> Iterator[Op]:
     """Every device of the expert axis has all tokens and runs those of its own experts."""
-    pairs = one.tokens * moe.top_k / rules.mesh.expert
+    pairs = one.tokens * moe.working / rules.mesh.expert
     scales = _beside(experts)
     for held in experts:
         if not held.summed:
             continue
         each = held.numbers / (moe.num_experts / rules.mesh.expert)  # of one expert
         weight = touched * (held.nbytes + scales.get(held.name, 0))
-        if made_anew(held, one.tokens * moe.top_k / moe.num_experts):  # of all experts, whichever are reached
+        if made_anew(held, one.tokens * moe.top_k / moe.choices):  # of all experts, whichever are reached
             weight = touched * held.numbers * one.itemsize
             moved = held.nbytes + held.numbers * one.itemsize
             yield Op("moe", f"{held.name}: dequantised", "memory", 0, moved, 1)

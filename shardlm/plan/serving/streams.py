@@ -1,9 +1,11 @@
-"""Several streams in place of one (layers/hyper_connections.py) in a served model: what mixing them around a layer
-moves, as XLA fuses it for H100s (jax 0.10.2)."""
+"""Several streams in place of one (layers/hyper_connections.py), or one and what is added to it later
+(layers/shortcut.py), in a served model: what mixing them around a layer moves, as XLA fuses it for H100s (jax 0.10.2).
+"""
 
 from collections.abc import Iterator
 
 from shardlm.layers.hyper_connections import StreamsConfig
+from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.plan.op import Op
 from shardlm.plan.streams import made_of
 
@@ -14,8 +16,11 @@ KERNELS, KERNELS_UNMIXED = 8, 5
 PASSES = 6  # over the streams in their own type: norm, sum, the mix (read, written), what is added (read, written)
 
 
-def around(streams: StreamsConfig, D: int, tokens: float, itemsize: int) -> Iterator[Op]:
-    """One layer."""
+def around(streams: StreamsConfig | ShortcutConfig, D: int, tokens: float, itemsize: int) -> Iterator[Op]:
+    """One layer, or half of a block where nothing is mixed: what is added later goes by, read and written."""
+    if isinstance(streams, ShortcutConfig):
+        yield Op("other", "what is added later", "memory", 0, tokens * D * itemsize, 1)
+        return
     kernels = KERNELS if streams.iterations else KERNELS_UNMIXED
     moved = tokens * D * itemsize * (PASSES * streams.count + 2)
     yield Op("other", "streams", "memory", 0, moved / kernels, kernels)
@@ -30,8 +35,11 @@ def product(streams: StreamsConfig, D: int, tokens: float, made: int, itemsize: 
     return Op("other", "weights of streams", "matmul", 2.0 * tokens * width * made, moved, 1, dims=dims, **how)
 
 
-def joined(streams: StreamsConfig, D: int, tokens: float, itemsize: int) -> Iterator[Op]:
+def joined(streams: StreamsConfig | ShortcutConfig, D: int, tokens: float, itemsize: int) -> Iterator[Op]:
     """Behind the last layer."""
+    if isinstance(streams, ShortcutConfig):
+        return
     numbers = tokens * streams.count * D
     yield Op("other", "streams", "memory", 0, (numbers * 2 * itemsize + tokens * D * itemsize) / 2, 2)
-    yield product(streams, D, tokens, streams.count, itemsize)
+    if not streams.plain_head:
+        yield product(streams, D, tokens, streams.count, itemsize)

@@ -193,16 +193,17 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
 
 @functools.lru_cache(maxsize=256)
 def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
-    """A model of one layer that attends, or one for each size of heads, one that does not, where there are such, and
-    all that have n-grams, on the mesh of a stage: they keep of a text what all do (serve/pool_size.py's page_bytes,
-    serve/memories.py's slot_bytes)."""
+    """A model of one layer that attends, or one for each size of heads, and one that chooses what it attends to, one
+    that does not attend, where there are such, and all that have n-grams, on the mesh of a stage: they keep of a text
+    what all do (serve/pool_size.py's page_bytes, serve/memories.py's slot_bytes)."""
     execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
     whole = apart(shape)
     own = [(layer, whole.segments[layer]) for layer in sorted(set(shape.sources[: shape.num_layers]), reverse=True)]
     kinds = {}
     for layer, segment in own:
         [block] = segment.pattern
-        kinds[layer in shape.memories, _heads(shape, block.attention), layer if block.ngrams else None] = segment
+        keeps = bool(getattr(block.attention, "indexer", None)), layer if block.ngrams else None
+        kinds[layer in shape.memories, _heads(shape, block.attention), *keeps] = segment
     small = dataclasses.replace(whole, segments=tuple(kinds.values()))
     with jax.sharding.use_abstract_mesh(mesh.abstract()):
         return ModelDef.make(small, execution)
