@@ -119,7 +119,8 @@ def test_devices_that_share_rows_read_images_of_a_batch_in_turn(tmp_path):
 @pytest.mark.parametrize("part", ["projector", "all"])
 def test_the_way_back_to_an_encoder_that_is_trained(part, tmp_path):
     """By cuDNN both ways, each layer made anew; between devices gradients of vectors alone, into sums in their place.
-    Four times the FLOPs of reading: forward, again, and back; the tower once where only what comes after it learns."""
+    Nearly four times the FLOPs of reading (forward, again, and back; not to the pixels), and the tower once where only
+    what comes after it learns."""
     seeing, patches, image = seeing_of("qwen3_vl", tmp_path, part)
     program = seeing.lower_gradients(patches).compile()
     text, forward, back = program.as_text(), "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
@@ -130,4 +131,4 @@ def test_the_way_back_to_an_encoder_that_is_trained(part, tmp_path):
     assert program.memory_analysis().alias_size_in_bytes == sums
     assert program.memory_analysis().temp_size_in_bytes < (1600 if part == "all" else 700) * 2**20
     times = matmul_flops(text).flops / foreseen(image)
-    assert times == pytest.approx(4 if part == "all" else 1.3, abs=0.35), times
+    assert times == pytest.approx(3.9 if part == "all" else 1.1, abs=0.1)

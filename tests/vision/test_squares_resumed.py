@@ -62,14 +62,30 @@ def test_another_mesh_takes_over(uninterrupted, tmp_path):
     assert tiny_run.largest_difference(tiny_run.losses(tmp_path / "run"), expected) < OTHER_MESH
 
 
-def test_two_processes_are_one(uninterrupted, tmp_path):
-    """Each reads the images of its own devices."""
-    config, _, expected = uninterrupted
+def two_processes(config, run, *flags) -> dict:
+    """What they logged."""
     cluster = (f"--coordinator_address=localhost:{free_port()}", "--num_processes=2")
-    flags = (f"run_dir={tmp_path / 'run'}", "cpu_devices=2")
+    flags = (f"run_dir={run}", "cpu_devices=2", *flags)
     processes = [tiny_run.start(config, *flags, extra=(*cluster, f"--process_id={i}")) for i in range(2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    found = tiny_run.losses(tmp_path / "run")
+    return tiny_run.losses(run)
+
+
+def test_two_processes_are_one(uninterrupted, tmp_path):
+    """Each reads the images of its own devices."""
+    config, _, expected = uninterrupted
+    found = two_processes(config, tmp_path / "run")
     assert found[1, "loss"] == expected[1, "loss"]
+    assert tiny_run.largest_difference(found, expected) < TWO_PROCESSES
+
+
+def test_two_processes_train_one_encoder(uninterrupted, tmp_path):
+    config, _, without = uninterrupted
+    flags = ("train.encoder=all", "train.steps=3")
+    done = tiny_run.train(config, f"run_dir={tmp_path / 'alone'}", *flags)
+    assert done.returncode == 0 and "of which all of it is trained" in done.stdout, done.stderr
+    expected = tiny_run.losses(tmp_path / "alone")
+    assert expected[1, "loss"] == without[1, "loss"] and expected[3, "loss"] != without[3, "loss"]
+    found = two_processes(config, tmp_path / "run", *flags)
     assert tiny_run.largest_difference(found, expected) < TWO_PROCESSES
