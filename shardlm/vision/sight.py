@@ -53,6 +53,15 @@ class Sight:
     joins: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     asks: tuple[str, ...] = ()
 
+    @property
+    def untrained(self) -> str:
+        """Why there is no training on images; "": there is."""
+        if self.prefix:
+            return "all tokens of a prompt see each other in this model, which those of packed rows do not"
+        if self.also:
+            return "tokens around them stand for vectors too in this model, and shards know of one that does"
+        return ""
+
     def up_to(self, vectors: int) -> "Sight":
         """With programs for images of so many vectors, and no longer ones than that takes."""
         if self.fewer:

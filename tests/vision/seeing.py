@@ -46,7 +46,7 @@ def lively(model):
     import torch
 
     for name, a in (*model.named_parameters(), *model.named_buffers()):
-        if not a.is_floating_point() or name.endswith(("inv_freq", "freqs_ci")):
+        if not a.is_floating_point() or name.endswith(("inv_freq", "freqs_ci", "embed_scale")):
             continue
         if name.endswith(("_min", "_max")):
             a.data.fill_(-1.5 if name.endswith("min") else 1.2)
@@ -61,16 +61,16 @@ def lively(model):
     return model
 
 
-def functions_of(file: str, *names: str) -> list:
+def functions_of(file: str, *names: str, **modules) -> list:
     """Functions, and methods without what they are given as self, of a file of transformers' models whose module needs
-    torchvision."""
+    torchvision; `modules` are others that they use."""
     import transformers
 
     source = (pathlib.Path(transformers.__file__).parent / "models" / file).read_text()
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name in names]
     for node in found:
         node.decorator_list = []
-    told = {"np": np, "math": math, "lru_cache": functools.lru_cache}
+    told = {"np": np, "math": math, "lru_cache": functools.lru_cache, **modules}
     flags = __future__.annotations.compiler_flag
     exec(compile(ast.Module(found, []), file, "exec", flags, True), told)
     return [told[name] for name in names]
