@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.layers import ngrams
-from shardlm.layers.context import INDEX
+from shardlm.layers.context import INDEXES
 from shardlm.layers.lora import A, B
 from shardlm.layers.param import Execution, in_groups
 from shardlm.models.transformer import Transformer
@@ -232,9 +232,9 @@ def cache_entries(model: ModelDef) -> dict[str, tuple[tuple[int, int], str]]:
     """
     check_positions_in_keys(model.config, model.execution.kv_cache)
     every = [entries for a in _attentions(model) if (entries := a.cache_entries())]
-    indexes = [entries[INDEX] for entries in every if INDEX in entries]
-    index = {INDEX: indexes[0]} if indexes else {}  # of layers that have no indexer too (MiniMax M3's first)
-    kinds = list(dict.fromkeys(tuple((n, of) for n, of in entries.items() if n != INDEX) for entries in every))
+    # Of layers that have no indexer too (MiniMax M3's first).
+    index = {name: of for entries in every for name, of in entries.items() if name in INDEXES}
+    kinds = list(dict.fromkeys(tuple((n, of) for n, of in entries.items() if n not in INDEXES) for entries in every))
     if len(kinds) < 2:
         return dict(kinds[0]) | index if kinds else {}
     if model.execution.kv_cache == "int8" and len({width for _, width in model.config.kept_heads}) > 1:

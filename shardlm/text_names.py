@@ -11,6 +11,8 @@ from shardlm.models import registry
 _OF_EYES = (
     *("vision_tower", "vision_model", "vision_encoder", "vision_projection", "vision_embedder", "visual", "connector"),
     *("multi_modal_projector", "mm_projector", "vit_large_projector", "embed_vision", "embed_audio", "audio_tower"),
+    *("aligner", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"),
+    *("visual_embeddings_table", "talker", "token2wav", "code2wav"),
 )
 _NOT_OURS = re.compile(
     r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(bias|masked_bias)$|"
@@ -37,6 +39,7 @@ def text_name(options: Mapping[str, Any]) -> Callable[[str], str | None]:
 
 
 def _alone(name: str) -> str:
+    name = re.sub(r"^thinker\.", "", name)
     name = re.sub(r"^(model\.)?language_model\.(?=model\.|lm_head\.)|^model\.(language|text)_model\.", "", name)
     name = re.sub(r"^model\.blocks\.", "model.layers.", name)  # as transformers 5.23 writes Kimi K2.5's
     if name.startswith(_BARE):

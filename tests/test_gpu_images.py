@@ -18,6 +18,7 @@ from shardlm.plan.serving.encoder import Image, operations
 from shardlm.rules import Rules
 from shardlm.topology import topology
 from shardlm.train.seeing import Seeing
+from shardlm.vision import ovis2
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.registry import sight_of
 
@@ -40,6 +41,12 @@ FAMILIES = {
     "llava": ({"model_type": "clip_vision_model"}, 4096),
     "llava_next": ({"model_type": "clip_vision_model"}, 4096),
     "llava_onevision": ({}, 4096),  # tiles put together again
+    "qwen2_5_omni_thinker": ({"hidden_size": 1280}, 4096),
+    "aya_vision": ({"num_attention_heads": 16, "image_size": 364}, 4096),
+    "janus": ({}, 576),
+    "deepseek_vl": ({"hidden_size": 1024, "image_size": 384, "num_attention_heads": 16}, 576),
+    "ovis2": ({"vocab_size": 65_536, "hidden_stride": 2, "image_size": 448}, 3072),
+    "paligemma": ({}, 256),
     "cohere2_vision": ({"num_attention_heads": 16}, 4096),
     "lfm2_vl": ({"hidden_size": 1152, "num_attention_heads": 16}, 4096),  # an image in one part
     "glm4v": ({}, 4096),
@@ -49,6 +56,8 @@ FAMILIES = {
 }
 TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "\n\n", "\n\n\n", "\n\n\n\n"]
 TOKENS += [f"<|{name}|>" for name in ("image_start", "image", "image_end", "tile_x_separator", "tile_y_separator")]
+TOKENS += ["<image>", "\n", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"]
+TOKENS += ["<begin_of_image>", "<end_of_image>", "TILE_GLOBAL", *(f"TILE_{n}" for n in range(1, 13))]
 TOKENS += ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "]<]start of image[>[", "]<]end of image[>["]
 TOKENS += ["<|img_thumbnail|>", *(f"<|img_row_{r}_col_{c}|>" for r in range(1, 11) for c in range(1, 11))]
 
@@ -60,6 +69,8 @@ def sight(kind: str, folder):
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     usual = {"num_hidden_layers": 27, "num_attention_heads": 16} if kind == "gemma3" else {}
     options = {"model_type": kind, "vision_config": usual | vision, "text_config": {"hidden_size": 2560}}
+    if kind == "ovis2":
+        options["visual_indicator_token_ids"] = [TOKENS.index(name) for name in ovis2.NAMES]
     found = sight_of(folder, options)
     return found, next(size for size in found.sizes if size >= patches or size == found.sizes[-1])
 

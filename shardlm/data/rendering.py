@@ -77,6 +77,8 @@ def looked_at(references: Sequence[str], where: str, chats: Chats) -> dict[str, 
             f"{where} has images, and data.chat_template ({chats.template.where}) is of no model that sees: set it to "
             f"the folder of one; {SEEING}"
         )
+    if references and chats.sight.untrained:
+        raise ShardlmError(f"{where} has images, and {chats.sight.untrained}; leave them out")
     found: dict[str, Seen] = {}
     for number, reference in enumerate(references, 1):
         if reference in found:

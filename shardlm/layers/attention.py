@@ -17,6 +17,7 @@ from shardlm.layers.head_indexer import HeadIndexer, HeadIndexerConfig
 from shardlm.layers.norm import HeadNorms, Norm, NormConfig
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops import alibi
+from shardlm.ops.kv_format import AXES
 from shardlm.ops.norm import rms_norm
 from shardlm.ops.rope import QueryGrowth, Rope, grown, rope, sines
 from shardlm.ops.rotate_write import Unrotated
@@ -202,8 +203,12 @@ class Attention(nnx.Module):
     def cache_entries(self) -> dict[str, tuple[tuple[int, int], str]]:
         """Per token and layer: entry name -> ((K, H), name of the K dimension)."""
         entry = ((self.config.num_kv_heads, self.config.head_dim), self.kv_name)
-        found = {"k": entry, "v": entry}
-        return found | ({INDEX: ((1, own.head_dim), "kv_heads_whole")} if (own := self.config.indexer) else {})
+        found, own = {"k": entry, "v": entry}, self.config.indexer
+        if own is None:
+            return found
+        found |= {INDEX: ((1, own.head_dim), "kv_heads_whole")}
+        turned = isinstance(own, BlockIndexerConfig) and own.rope.axes  # a block's key, as its first token
+        return found | ({INDEX + AXES: ((1, 3), "kv_heads_whole")} if turned else {})
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
         """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, or the
@@ -224,7 +229,7 @@ class Attention(nnx.Module):
             "kv_heads": config.num_kv_heads,
         }
         if config.indexer:
-            index = self.indexer(taken(x), positions, execution)
+            index = self.indexer(taken(x), turns, execution)
             options["selection"], pages = ctx.select(index, positions, pages, layer)
         ctx = ctx if config.ahead else ctx.backwards()
         out, pages = ctx.attend(q, k, v, positions, pages, layer, **options)

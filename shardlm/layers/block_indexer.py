@@ -64,12 +64,14 @@ class BlockIndexer(nnx.Module):
         params.projection(self, "wk", (D, H), ("embed", "head_dim"), normal(D**-0.5))
         self.q_norm, self.k_norm = (Norm(config.norm, H, params) for _ in range(2))
 
-    def __call__(self, x: jax.Array, positions: jax.Array, execution: Execution) -> BlockIndex:
-        """x [B, T, D] with the whole sequence, positions int32 [B, T]."""
+    def __call__(self, x: jax.Array, turns: jax.Array, execution: Execution) -> BlockIndex:
+        """x [B, T, D] with the whole sequence; turns int32 [B, T], or on three axes [B, T, 3]."""
         config, x = self.config, jax.lax.stop_gradient(x)
         plain = dataclasses.replace(execution, matmul="dtype")
         q = self.q_norm(project("btd,dnh->btnh", x, self, "wq", plain), execution)
         k = project("btd,dh->bth", x, self, "wk", plain)
         scale = in_use(self.k_norm.scale, execution) + config.norm.offset
-        q, k, scale = (jax.lax.stop_gradient(a) for a in (rope(q, positions, config.rope), k, scale))
-        return BlockIndex(q, k, scale, config.norm.eps, config.rope, config.budget // config.block, config.block)
+        q, k, scale = (jax.lax.stop_gradient(a) for a in (rope(q, turns, config.rope), k, scale))
+        on_axes = turns if turns.ndim == 3 else None
+        count = config.budget // config.block
+        return BlockIndex(q, k, scale, config.norm.eps, config.rope, count, config.block, on_axes)

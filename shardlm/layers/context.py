@@ -11,7 +11,7 @@ from shardlm.ops.block_choice import BlockIndex, PooledIndex
 from shardlm.ops.compression import Compressed
 from shardlm.ops.gated_delta import BIAS, SKIP
 from shardlm.ops.head_choice import HeadIndex
-from shardlm.ops.kv_format import SCALE
+from shardlm.ops.kv_format import AXES, SCALE
 from shardlm.ops.rotate_write import Unrotated
 from shardlm.ops.token_choice import Index
 from shardlm.rules import Rules, Table
@@ -40,7 +40,7 @@ SLOTTED = MEMORIES | TEXTS
 
 ROWS = "c"  # the pages' entry of attention to entries that stand for several tokens (ops/compressed_pages.py)
 INDEX = "i"  # the pages' entry that indexers' keys are in
-INDEXES = (INDEX, INDEX + SCALE)
+INDEXES = (INDEX, INDEX + SCALE, INDEX + AXES)
 SELECTION = "selection"  # and the name, among a block's auxiliary values, of the tokens that one chose
 Selection = Any  # as a context has it: of packed rows bool [B, T, T], of pages what ops/paged_choice.py says
 

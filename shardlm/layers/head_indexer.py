@@ -72,12 +72,12 @@ class HeadIndexer(nnx.Module):
         params.projection(self, "wk", (D, H), ("embed", "head_dim"), normal(D**-0.5))
         self.q_norm, self.k_norm = (Norm(config.norm, H, params) for _ in range(2))
 
-    def __call__(self, x: jax.Array, positions: jax.Array, execution: Execution) -> HeadIndex:
-        """x [B, T, D] with the whole sequence, positions int32 [B, T]."""
+    def __call__(self, x: jax.Array, turns: jax.Array, execution: Execution) -> HeadIndex:
+        """x [B, T, D] with the whole sequence; turns int32 [B, T], or on three axes [B, T, 3]."""
         config, x = self.config, jax.lax.stop_gradient(x)
         plain = dataclasses.replace(execution, matmul="dtype")
         q = self.q_norm(project("btd,dnh->btnh", x, self, "wq", plain), execution)
         k = self.k_norm(project("btd,dh->bth", x, self, "wk", plain), execution)
-        q, k = rope(q, positions, config.rope), rope(k[:, :, None], positions, config.rope)[:, :, 0]
+        q, k = rope(q, turns, config.rope), rope(k[:, :, None], turns, config.rope)[:, :, 0]
         q, k = jax.lax.stop_gradient((q, k))
         return HeadIndex(q, k, config.blocks - config.last, config.block, config.last)

@@ -106,7 +106,7 @@ def _attention(options: Options, kind: str, norm: NormConfig, length: int) -> At
         norm=norm,
         value_norm=True,
         keys_are_values=alike and full,
-        ahead=not full,
+        ahead=not full or options("model_type") == "gemma4_unified_text",
     )
 
 

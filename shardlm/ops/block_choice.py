@@ -6,13 +6,14 @@ ops/token_choice.py has the choice of tokens."""
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from shardlm.ops import paged_attention
 from shardlm.ops.compression import Ends
-from shardlm.ops.kv_format import SCALE, order_of
+from shardlm.ops.kv_format import AXES, SCALE, order_of
 from shardlm.ops.norm import rms_norm
 from shardlm.ops.paged_attention import PagedAttention, numbers_of
 from shardlm.ops.rope import Rope, rope
@@ -42,6 +43,8 @@ Selection = jax.Array | Places
 class _Completed:
     """What indexes have in common of which a query chooses `blocks` complete ones of `block` tokens."""
 
+    turns = None
+
     @property
     def count(self) -> int:
         """Tokens that a text may have and every query still attends to all before it."""
@@ -66,7 +69,8 @@ class _Completed:
 @dataclasses.dataclass(frozen=True)
 class BlockIndex(_Completed):
     """What an indexer makes of tokens: queries q [B, T, N, H] and keys k [B, T, H] before their mean; `scale` [H] and
-    eps of a block's norm, and its rotation; how many blocks of how many tokens are chosen."""
+    eps of a block's norm, and its rotation; how many blocks of how many tokens are chosen. turns int32 [B, T, 3]: where
+    the tokens are on three axes, None: on one, at their positions."""
 
     q: jax.Array
     k: jax.Array
@@ -75,9 +79,11 @@ class BlockIndex(_Completed):
     rope: Rope = dataclasses.field(metadata={"static": True})
     blocks: int = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
+    turns: jax.Array | None = None
 
     def of_blocks(self, k: jax.Array, first: jax.Array) -> jax.Array:
-        """Of the tokens' keys k [B, J, block, H], whose first stand at `first` int32 [B, J]: [B, J, H]."""
+        """Of the tokens' keys k [B, J, block, H], whose first stand at `first` int32 [B, J], or [B, J, 3] on axes:
+        [B, J, H]."""
         mean = jnp.mean(k.astype(jnp.float32), axis=2).astype(k.dtype)
         return rope(rms_norm(mean, self.scale, self.eps)[:, :, None], first, self.rope)[:, :, 0]
 
@@ -126,15 +132,17 @@ def chosen_in_rows(
 
     `over`: the mesh axis that rows are split over, in natural order; the result is then of whole rows.
     """
-    first, k, of_keys, at = 0, index.k, segment_ids, positions
+    first, k, of_keys, at, turns = 0, index.k, segment_ids, positions, index.turns
     if over:
         first = jax.lax.axis_index(over) * segment_ids.shape[1]
-        k, of_keys, at = (jax.lax.all_gather(a, over, axis=1, tiled=True) for a in (k, segment_ids, positions))
+        gather = partial(jax.lax.all_gather, axis_name=over, axis=1, tiled=True)
+        k, of_keys, at, turns = jax.tree.map(gather, (k, of_keys, at, turns))
     (B, T), S, rate = segment_ids.shape, of_keys.shape[1], index.block
     ends = Ends.of(at, of_keys, rate)
     J = ends.last.shape[1]
     inside = jnp.maximum(ends.last[:, :, None] - rate + 1 + jnp.arange(rate), 0).reshape(B, -1, 1)
-    keys = index.of_blocks(jnp.take_along_axis(k, inside, axis=1).reshape(B, J, rate, -1), ends.first)
+    begins = ends.first if turns is None else jnp.take_along_axis(turns, inside[:, ::rate], axis=1)
+    keys = index.of_blocks(jnp.take_along_axis(k, inside, axis=1).reshape(B, J, rate, -1), begins)
     last = jnp.arange(S) + rate - 1 - at % rate  # of the block that a token is of: its index in the row
     of_block = jnp.minimum(last // rate, J - 1)
     there = jnp.take_along_axis(ends.last, of_block, axis=1) == last
@@ -170,8 +178,11 @@ def choose(
     """(what each query attends to, None where that is all before it; the pools with the tokens' keys written). The
     arrays of one device; `name` is that of the keys' pool among `pools`, page_table int32 [B, W], positions int32 and
     valid bool [B, T]."""
-    where = (page_table, positions, valid, first_page)
-    pools = paged_attention.write(pools, {name: index.k[:, :, None]}, *where, implementation=implementation)
+    where, new = (page_table, positions, valid, first_page), {name: index.k[:, :, None]}
+    if (axes := name + AXES) in pools:
+        turns = jnp.repeat(positions[..., None], 3, axis=-1) if index.turns is None else index.turns
+        new[axes] = turns[:, :, None]
+    pools = paged_attention.write(pools, new, *where, implementation=implementation)
     return among(index, pools, name, page_table, positions, first_page, implementation), pools
 
 
@@ -185,7 +196,7 @@ def among(
     implementation: PagedAttention,
 ) -> Selection | None:
     """What queries choose of what is held up to `positions`; arguments as of `choose`."""
-    held = pools[name], pools.get(name + SCALE)
+    held = pools[name], pools.get(name + SCALE), pools.get(name + AXES)
     page_size = held[0].shape[order_of(name, held[0].dtype, implementation).index("s")]
     (B, T), S, rate = positions.shape, page_table.shape[1] * page_size, index.block
     if index.count >= S:
@@ -209,7 +220,9 @@ def among(
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, T, *a.shape[3:]), found)
 
 
-def _scored(index: BlockIndex | PooledIndex, q, weights, positions, pool, scale, table, page_size: int) -> jax.Array:
+def _scored(
+    index: BlockIndex | PooledIndex, q, weights, positions, pool, scale, axes, table, page_size: int
+) -> jax.Array:
     """float32 [B, T, J] of all blocks that begin in pages, whole pages of keys at a time up to the last position of all
     rows; 0 beyond, and of blocks that are not complete something."""
     (B, T), rate, W = positions.shape, index.block, table.shape[1]
@@ -221,6 +234,7 @@ def _scored(index: BlockIndex | PooledIndex, q, weights, positions, pool, scale,
         pages = jax.lax.dynamic_slice_in_dim(table, i * (size // page_size), size // page_size, axis=1)
         k = numbers_of(pool[pages], None if scale is None else scale[pages], index.k.dtype)
         first = jnp.broadcast_to((i * each + jnp.arange(each)) * rate, (B, each))
+        first = first if axes is None else axes[pages].reshape(B, each, rate, 3)[:, :, 0]
         part = index.scored(q, weights, index.of_blocks(k.reshape(B, each, rate, -1), first))
         return jax.lax.dynamic_update_slice_in_dim(found, part, i * each, axis=2)
 

@@ -24,7 +24,7 @@ class OwnIndex:
     block: int = dataclasses.field(metadata={"static": True})
     last: int = dataclasses.field(metadata={"static": True})
 
-    weighing = None
+    weighing = turns = None
     of_latents = False
 
     @property

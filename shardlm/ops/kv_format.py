@@ -3,6 +3,8 @@
 fp8   e4m3, as they are, values beyond 448 cut to it (scale 1, as vLLM's default)
 int8  with a scale for each token and head, in pages of their own: the entry's name with "_scale" behind it
 
+Where a token is on three axes is held in int32 whatever the rest is, as an entry whose name ends in "_axes".
+
 Two 8-bit numbers are held as one int16. Pallas's Triton lowering counts elements in signed 32 bits in arrays of up to
 4 GiB, so that of a pool of bytes it would read what lies beyond 2 GiB from wrong places; and Triton converts no fp8 on
 an A100, where its bits are taken apart instead (paged_kernel.py).
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 from shardlm.errors import ShardlmError
 
 KvFormat = Literal["auto", "bfloat16", "fp8", "int8"]
-SCALE = "_scale"
+SCALE, AXES = "_scale", "_axes"
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 Entry = tuple[tuple[int, int], str, jnp.dtype]  # (K, numbers a head), name of the K dimension, dtype
@@ -34,6 +36,9 @@ def held(
     attention over pages reads them. Raises ShardlmError for heads that cannot be held so."""
     found: dict[str, Entry] = {}
     for name, ((heads, width), kv_name) in entries.items():
+        if name.endswith(AXES):
+            found[name] = (heads, width), kv_name, jnp.dtype(jnp.int32)
+            continue
         if how in ("auto", "bfloat16"):
             own = jnp.dtype(dtype if how == "auto" else jnp.bfloat16)
             as_bits = own == jnp.bfloat16 and paged_attention == "blocked"

@@ -107,15 +107,3 @@ class EncoderCache:
             if not self._readers[digest]:
                 self._free += self._places.pop(digest)[::-1].tolist()
         assert len(self._free) >= count, "has_room was asked before"
-
-
-def whole_images(request: Request, count: int, room: int) -> int:
-    """How many of `count` tokens a prompt's next chunk has where none may end among those that stand for an image's
-    vectors: up to the last, where there is `room` for that, else up to the first."""
-    end = request.computed + count
-    for one in request.pictures:
-        first, last = int(one.takes[0]), int(one.takes[-1])
-        if first < end <= last:
-            rest = last + 1 - request.computed
-            return rest if rest <= room else max(0, first - request.computed)
-    return count

@@ -19,7 +19,7 @@ from shardlm.serve.adapters import Ready, load
 from shardlm.serve.batch import ScheduledBatch
 from shardlm.serve.outputs import EngineError, RequestOutput, RequestTimes, SpeculationStats, Stats
 from shardlm.serve.pace import Pace
-from shardlm.serve.pictures import check_pictures, turns_of
+from shardlm.serve.pictures import check_pictures, sees_of, turns_of
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.recovery import Recovery
 from shardlm.serve.replies import Group, Reply, allowed_next, collect_embeddings, collect_scores, read, take
@@ -113,7 +113,7 @@ class Engine:
             check_room(len(prompt), params.max_tokens, self.max_model_len, len(pictures))
             check_pictures(self.sight, pictures, params)
         options = {"priority": priority, "salt": salt, "adapter": number, "pictures": pictures}
-        options["turns"] = turns_of(self.sight, len(prompt), pictures)
+        options |= {"turns": turns_of(self.sight, len(prompt), pictures), "sees": sees_of(self.sight)}
         form = form or self.compile_form(params)
         output = RequestOutput(id, text, list(prompt), None, [], False, metrics=RequestTimes())
         group = Group(output, [], embed)

@@ -65,8 +65,8 @@ class ImageEncoder:
             )
         # Inside of an image tokens see those after them, which cuDNN's part of a chunk does not (chunk_attention.py).
         in_parts = sizes.in_parts and not sight.whole
-        whole = {"image_places": places, "whole_images": sight.whole, "in_parts": in_parts}
-        return dataclasses.replace(self, places=places, sight=sight), dataclasses.replace(sizes, **whole)
+        own = {"image_places": places, "in_parts": in_parts}
+        return dataclasses.replace(self, places=places, sight=sight), dataclasses.replace(sizes, **own)
 
 
 def places_of(max_model_len: int, max_batch_tokens: int) -> int:

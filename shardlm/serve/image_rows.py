@@ -50,12 +50,12 @@ def shifts(sight: Sight | None, rows: Sequence[Row], size: int) -> dict[str, np.
 
 
 def _until(rows: Sequence[Row], size: tuple[int, int]) -> np.ndarray:
-    """The last position that each token sees: that of its image, or its own. Of padding, that of the row's last."""
+    """The last position that each token sees: that of what it is among (Request.blocks), or its own. Of padding, that
+    of the row's last."""
     found = np.zeros(size, np.int32)
     for i, row in enumerate(rows):
         found[i] = row.start + np.minimum(np.arange(size[1]), len(row.tokens) - 1)
-        for one in row.request.pictures:
-            first, last = int(one.takes[0]), int(one.takes[-1])
+        for first, last in row.request.blocks:
             own = slice(max(0, first - row.start), max(0, min(last + 1, row.end) - row.start))
             found[i, own] = last
     return found

@@ -53,7 +53,8 @@ def _cannot(config: EngineConfig, sight: Sight | None) -> str:
     if sight is None:
         return "no encoder of it is known here"
     if config.deterministic and sight.whole:
-        return "deterministic=True reads each token alone, and those of an image see the ones after them"
+        what = "a prompt" if sight.prefix else "an image"
+        return f"deterministic=True reads each token alone, and those of {what} see the ones after them"
     return ""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.request import Sees
 from shardlm.serve.sampling_params import SamplingParams
 from shardlm.vision.axes import axes_of
 from shardlm.vision.picture import Placed
@@ -25,6 +26,13 @@ def check_pictures(sight: Sight | None, pictures: Sequence[Placed], params: Samp
             raise ShardlmError(
                 f"image {number} has {one.picture.patches} patches, and at most {most} are read; shrink it"
             )
+
+
+def sees_of(sight: Sight | None) -> Sees:
+    """Which tokens of a prompt see those after them too."""
+    if sight is None or not sight.whole:
+        return "before"
+    return "prompt" if sight.prefix else "images"
 
 
 def turns_of(sight: Sight | None, length: int, pictures: Sequence[Placed]) -> tuple[np.ndarray, int] | None:

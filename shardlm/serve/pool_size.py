@@ -104,8 +104,7 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
     layout, steps = sizes.layout, tuple(range(1, sizes.decode_steps + 1))
     cuts = Cuts() if config.deterministic else sizes.cuts
     how = (sizes.max_model_len, steps, config.drafts, cuts, layout.memories > 0)
-    images = sizes.image_places, sizes.whole_images
-    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, *how, *images)
+    own = SchedulerConfig(sizes.max_rows, sizes.max_batch_tokens, *how, sizes.image_places)
     caching, snapshots = config.enable_prefix_caching, None
     if layout.memories:
         caching = caching and sizes.snapshots > 0

@@ -1,10 +1,12 @@
 """What a request is over its life. The scheduler alone changes one; the engine reads it."""
 
 import enum
+import hashlib
 import numbers
 import sys
 from array import array
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from shardlm.serve.sampling_params import SamplingParams
 from shardlm.vision.picture import Placed
 
 UNBOUNDED = sys.maxsize
+Sees = Literal["before", "images", "prompt"]  # of a prompt: no tokens, those of each image, all
 
 
 class PromptTooLong(ShardlmError):
@@ -48,7 +51,7 @@ class Request:
     __slots__ = (
         # What was asked for.
         *("id", "params", "priority", "salt", "adapter", "tokens", "prompt_len", "truncated"),
-        *("pictures", "turns", "shift"),
+        *("pictures", "turns", "shift", "blocks"),
         *("eos_ids", "stop_ids"),
         # Where it stands.
         *("turn", "came", "max_len", "status", "finish_reason", "stop_reason", "slot", "fresh"),
@@ -69,12 +72,13 @@ class Request:
         lockstep: bool = False,
         pictures: Sequence[Placed] = (),
         turns: tuple[np.ndarray, int] | None = None,
+        sees: Sees = "before",
     ):
         """`eos_ids` end the reply unless `params.ignore_eos`. A lower `priority` runs earlier. Only requests of equal
         `salt` share pages. `adapter`: its number (adapters.py). With `lockstep` the host sees each token before the
         next is sampled, unless it sets `bound`. `pictures`: those in the prompt; `turns`: where tokens of the prompt
         are on three axes, int32 [prompt, 3], and how far from its place the first after it is, where models rotate by
-        these. Raises ShardlmError for an empty prompt."""
+        these. `sees`: which tokens of the prompt see those after them too. Raises ShardlmError for an empty prompt."""
         if not len(prompt):
             raise ShardlmError("the prompt has no tokens; give at least one")
         self.id, self.params, self.priority, self.salt, self.adapter = id, params, priority, salt, adapter
@@ -83,6 +87,9 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.pictures = tuple(pictures)
         self.turns, self.shift = turns or (None, 0)
+        self.blocks = self._blocks(sees)
+        if sees == "prompt":  # what is computed of its first tokens is of no other prompt that begins with them
+            self.salt = f"{salt}\0{self._digest()}"
         self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids)
         # A grammar's mask depends on each token.
@@ -102,6 +109,20 @@ class Request:
         self.prefill_end = 0  # tokens known when it was admitted: up to here it is prefilled, from here it decodes
         self.page_hashes: list[bytes] = []
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+
+    def _blocks(self, sees: Sees) -> tuple[tuple[int, int], ...]:
+        """The first and the last token of each stretch whose tokens see all of it."""
+        if sees == "prompt":
+            return ((0, self.prompt_len - 1),)
+        if sees == "before":
+            return ()
+        return tuple((int(one.takes[0]), int(one.takes[-1])) for one in self.pictures)
+
+    def _digest(self) -> str:
+        found = hashlib.blake2b(self.tokens.tobytes(), digest_size=16)
+        for one in self.pictures:
+            found.update(one.picture.digest)
+        return found.hexdigest()
 
     def turned(self, start: int, end: int) -> np.ndarray:
         """int32 [end - start, 3]: where these tokens are on three axes."""

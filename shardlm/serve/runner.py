@@ -281,7 +281,7 @@ class Runner(BeforeBatch):
 
     def _begins(self, rows: Sequence[Row], size: tuple[int, int]) -> bool:
         """Whether nothing is before these chunks, nor after their tokens, that these see, and a program is for that."""
-        both_ways = self.config.whole_images and any(row.seen is not None for row in rows)
+        both_ways = any(first < row.end and row.start <= last for row in rows for first, last in row.request.blocks)
         return not both_ways and all(row.start == 0 for row in rows) and ("whole", size) in self.config.chunk_programs
 
     def _decode(self, batch: ScheduledBatch, decodes: Sequence[tuple[int, Row]]) -> list[Call]:

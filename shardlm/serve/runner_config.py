@@ -19,7 +19,7 @@ class RunnerConfig:
     (ops/chunk_attention.py). least_rows: of the smallest decode program. snapshots: slots of memories beside those of
     requests (snapshots.py). bundles: of pages in the host's
     memory (host_pages.py). platform, few_bits: what chunks are cut and dealt for, and the weights in few bits among
-    what they read. image_places, whole_images: SchedulerConfig's.
+    what they read. image_places: SchedulerConfig's.
     """
 
     layout: PageLayout
@@ -36,7 +36,6 @@ class RunnerConfig:
     few_bits: tuple[FewBits, ...] = ()
     in_parts: bool = False
     image_places: int = 0
-    whole_images: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "layout", self.as_own(self.layout))

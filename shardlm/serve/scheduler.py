@@ -26,7 +26,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.serve.ahead import end_of, left, must_land
 from shardlm.serve.batch import Landed, Row, ScheduledBatch
-from shardlm.serve.encoder_cache import whole_images
+from shardlm.serve.blocks import check_blocks, whole_blocks
 from shardlm.serve.holdings import Holdings
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import Request, Status, check_room
@@ -83,6 +83,7 @@ class Scheduler:
         check_room(request.prompt_len, wanted, limit)
         if request.id in self._requests:
             raise ShardlmError(f"there is an unfinished request with the id {request.id!r}; give each its own")
+        check_blocks(request, self.config, self.pages.windows)
         request.max_len = limit if wanted is None else min(limit, request.prompt_len + wanted)
         request.heard = 0  # another scheduler's numbers mean nothing here
         self._requests[request.id] = request
@@ -203,7 +204,7 @@ class Scheduler:
             if request.computed < request.prefill_end:
                 unread = self._holdings.until(request) - request.computed
                 count = self.config.cuts.chunk(unread, budget, prompts, bool(chunks))
-                count = whole_images(request, count, budget) if self.config.whole_images else count
+                count = whole_blocks(request, count, budget)
                 if count and self._make_pages(request, request.computed + count):
                     chunks.append(self._chunk_row(request, request.computed + count))
                     budget -= count

@@ -15,7 +15,7 @@ class SchedulerConfig:
     max_model_len: of prompt and reply together. decode_steps: the numbers of steps that decode programs have.
     drafts: tokens that may be verified in a step of decoding besides the one that is sampled. cuts: of prompts.
     memories: layers remember a text in a way that cannot go back to before its last token (memories.py).
-    image_places: of vectors of images (encoder_cache.py). whole_images: a chunk has all of an image's tokens or none.
+    image_places: of vectors of images (encoder_cache.py).
 
     Raises: ShardlmError for sizes with which nothing could run.
     """
@@ -28,7 +28,6 @@ class SchedulerConfig:
     cuts: Cuts = Cuts()
     memories: bool = False
     image_places: int = 0
-    whole_images: bool = False
 
     def __post_init__(self):
         if self.max_rows < 1 or self.max_model_len < 1:

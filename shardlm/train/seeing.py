@@ -269,6 +269,8 @@ def prepared_as(config: RunConfig) -> dict[str, int]:
 def check_images(config: RunConfig, model: TransformerConfig, sight: Sight, context: str) -> None:
     """Refuses what does not go with images in the data, before anything compiles. `context`: how rows that are split
     are attended to."""
+    if sight.untrained:
+        raise ShardlmError(f"the data have images, and {sight.untrained}; train on texts")
     if sight.whole and config.mesh.context > 1 and context == "ring":
         raise ShardlmError(
             f"context_attention={config.context_attention}: the tokens of an image see those after them in this model, "

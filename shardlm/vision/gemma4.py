@@ -3,7 +3,7 @@ Gemma's own layers in both directions, averages of neighbours, and a product int
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from shardlm.vision.gemma4_images import Gemma4Images
 from shardlm.vision.gemma4_tower import Gemma4TowerConfig
 from shardlm.vision.images import processing
 from shardlm.vision.options import activation_of, vision_options
+from shardlm.vision.picture import Picture
 from shardlm.vision.sight import Sight
 from shardlm.vision.tower import Linear, Patches, Tower, linear_names
 from shardlm.vision.tower_weights import Tensors
@@ -102,16 +103,22 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
     """Of `model_type` gemma4."""
     config, told = _config(options), processing(folder, asked)
     images = Gemma4Images.told(told, config.patch, config.pooled)
+    image, tokens = tokens_of(options)
+    whole = text_config(options).get("use_bidirectional_attention") == "vision"
+    return Sight(image, image, images, tokens, (images.most,), config, config.pooled**2, whole=whole)
+
+
+def tokens_of(options: Mapping[str, Any]) -> tuple[int, Callable[[Picture], list[int]]]:
+    """(the token of each vector, what gives all of a picture)."""
     begin, image, end = (
         options.get(f"{name}_token_id") or usual
         for name, usual in (("boi", 255_999), ("image", 258_880), ("eoi", 258_882))
     )
 
-    def tokens(picture) -> list[int]:
+    def tokens(picture: Picture) -> list[int]:
         return [begin, *[image] * picture.vectors, end]
 
-    whole = text_config(options).get("use_bidirectional_attention") == "vision"
-    return Sight(image, image, images, tokens, (images.most,), config, config.pooled**2, whole=whole)
+    return image, tokens
 
 
 def _config(options: Mapping[str, Any]) -> Gemma4Config:

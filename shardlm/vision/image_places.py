@@ -14,8 +14,9 @@ from shardlm.tokenizer import Tokenizer
 from shardlm.vision.image_parts import IMAGE, VIDEO, has_images, has_media, is_video
 
 Message = Mapping[str, Any]
-# What a model's own template has around the token: those of Qwen, from 2 VL to 3.5, are the only ones with more.
+# What a model's own template has around the token: those of Qwen, from 2 VL to 4, are the only ones with more.
 _WRITTEN = {f"<|{kind}_pad|>": f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+_WRITTEN |= {"<|IMAGE|>": "<|vision_bos|><|IMAGE|><|vision_eos|>"}
 _WORDS = "what the user says"
 NAMED = (
     "\ufdd2"  # the token's name in somebody's words, while they are rendered: no character, which texts have none of

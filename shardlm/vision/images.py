@@ -12,6 +12,7 @@ from PIL import Image
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES, OF_VIDEOS
+from shardlm.tokenizer import Tokenizer
 from shardlm.vision.read import MAX_PIXELS
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # by Pillow's numbers, which files have
@@ -133,9 +134,7 @@ def edges(told: Mapping[str, Any], usual: Mapping[str, int]) -> dict[str, int]:
 def token_ids(folder: pathlib.Path, names: Sequence[str]) -> tuple[int, ...]:
     """The ids of special tokens, by the folder's tokenizer.json or tokenizer_config.json. Raises ShardlmError for one
     that is in neither."""
-    found = {one["content"]: one["id"] for one in _read(folder / "tokenizer.json").get("added_tokens", [])}
-    decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    found |= {one["content"]: int(id) for id, one in decoder.items() if isinstance(one, dict)}
+    found = _added(folder)
     missing = [name for name in names if name not in found]
     if missing:
         raise ShardlmError(
@@ -143,6 +142,27 @@ def token_ids(folder: pathlib.Path, names: Sequence[str]) -> tuple[int, ...]:
             "tokenizer.json again"
         )
     return tuple(found[name] for name in names)
+
+
+def added(folder: pathlib.Path, name: str, usual: int) -> int:
+    """The id of a special token where there is one of this name, else `usual`."""
+    return _added(folder).get(name, usual)
+
+
+def spelt(folder: pathlib.Path, names: Sequence[str]) -> list[Sequence[int]]:
+    """The tokens of each of some names, which are special tokens as a rule."""
+    found = _added(folder)
+    if all(name in found for name in names):
+        return [(found[name],) for name in names]
+    tokenizer = Tokenizer.load(folder)
+    return [(found[name],) if name in found else tokenizer.encode(name) for name in names]
+
+
+def _added(folder: pathlib.Path) -> dict[str, int]:
+    """The ids of special tokens, by name."""
+    found = {one["content"]: one["id"] for one in _read(folder / "tokenizer.json").get("added_tokens", [])}
+    decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    return found | {one["content"]: int(id) for id, one in decoder.items() if isinstance(one, dict)}
 
 
 def named(folder: pathlib.Path, name: str, usual: str) -> str:

@@ -22,6 +22,7 @@ from shardlm.vision.clip_images import ClipImages
 from shardlm.vision.images import processing
 from shardlm.vision.options import activation_of, layers_used, vision_options
 from shardlm.vision.sight import Sight
+from shardlm.vision.siglip import without_last
 from shardlm.vision.siglip_tiles import SiglipTilesConfig
 from shardlm.vision.tower import Linear, TowerConfig, linear_names, shared
 from shardlm.vision.tower_weights import Tensors
@@ -54,14 +55,7 @@ class LlavaConfig:
 
     @property
     def tensors(self) -> Tensors:
-        """Layers after the last that runs, and the norm behind them, are left aside."""
-        last = "|".join(map(str, range(self.tower.layers, self.tower.layers + self.later))) or "none"
-        unused = rf"^vision_tower\.(post_layernorm\.|head\.|embeddings\.position_ids$|encoder\.layers\.({last})\.)"
-        return Tensors(
-            ("vision_tower.", "multi_modal_projector.", "image_newline"),
-            unused,
-            ((r"^model\.", ""), (r"^vision_tower\.vision_model\.", "vision_tower.")),
-        )
+        return without_last(self.tower.layers, self.later, "image_newline")
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -86,14 +86,14 @@ def expanded(
     ids: Sequence[int],
     pictures: Sequence[Picture],
     token: int,
-    vector: int,
+    vectors: Collection[int],
     tokens_of: Callable[[Picture], Sequence[int]],
     joins: Mapping[tuple[int, int], int] = _NONE,
     clips: Sequence[Clip] = (),
     clip_token: int | None = None,
 ) -> tuple[list[int], tuple[Placed, ...]]:
     """A prompt in which each `token` stands for the next of `pictures`, with all tokens of theirs: (ids, where the
-    pictures are). `tokens_of(picture)` are those in its place, of which those that are `vector` take its vectors;
+    pictures are). `tokens_of(picture)` are those in its place, of which those of `vectors` take its vectors;
     `joins`: (a token, the next) -> the one that stands for both, where one of a picture's is beside another. Each
     `clip_token` stands for the next of `clips`, whose pictures are among those that are told of. Raises
     ShardlmError where there are more or fewer pictures, or videos, than places for them."""
@@ -115,7 +115,7 @@ def expanded(
         if not after:
             found += own
             continue
-        takes = start + np.flatnonzero(np.asarray(own) == vector).astype(np.int32)
+        takes = start + np.flatnonzero([id in vectors for id in own]).astype(np.int32)
         if len(takes) != picture.vectors:
             raise ShardlmError(f"an image has {picture.vectors} vectors and {len(takes)} tokens that take one")
         found += own

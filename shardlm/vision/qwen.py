@@ -1,7 +1,7 @@
 """The encoders of Qwen's models that see: those of Qwen2-VL (https://arxiv.org/abs/2409.12191, section 2.1), Qwen2.5-VL
 (windows; https://arxiv.org/abs/2502.13923, section 2.1.1), Qwen3-VL (learned positions, DeepStack;
-https://arxiv.org/abs/2511.21631) and Qwen 3.5, which has Qwen3-VL's; and that of EXAONE 4.5, which is Qwen2.5-VL's
-with fewer heads of keys and values."""
+https://arxiv.org/abs/2511.21631), and of Qwen 3.5 and Qwen4-Exp, which have Qwen3-VL's; and that of EXAONE 4.5, which
+is Qwen2.5-VL's with fewer heads of keys and values. Qwen2.5-Omni and Qwen3-Omni have Qwen2.5-VL's and Qwen3-VL's."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ from shardlm.models.naming import Names
 from shardlm.vision.images import Pixels, processing, program_sizes, video_processing
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.qwen_images import QwenImages
-from shardlm.vision.qwen_names import qwen_names
+from shardlm.vision.qwen_names import OMNI, OMNI_3, qwen_names
 from shardlm.vision.qwen_tower import QwenEncoder, frequencies_of
 from shardlm.vision.qwen_videos import ASKS, QwenVideos
 from shardlm.vision.sight import Sight, Videos
@@ -34,7 +34,8 @@ LAYER, RMS = NormConfig("layer", 1e-6), NormConfig("rms", 1e-6)
 IMAGE = 151_655  # the token, where a config.json does not say
 VIDEO = 151_656
 ENDS = {"vision_start_token_id": 151_652, "vision_end_token_id": 151_653}  # around a picture of a video
-OF_3_5 = ("qwen3_5", "qwen3_5_moe")
+OF_3_5 = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+UNFILMED = ("qwen4_exp", OMNI, OMNI_3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class QwenConfig:
     deep: tuple[int, ...] = ()
     seconds: float = 0.0
 
-    tensors = Tensors(("visual.",))
+    tensors = Tensors(("visual.",), renames=((r"^(model|thinker)\.", ""),))
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
@@ -87,14 +88,15 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
     """Of any of the `model_type`s. Raises ShardlmError for options of its tower that there are not."""
     told = processing(folder, asked)
     own = vision_options(options["vision_config"], options["model_type"])
-    make = {"qwen2_vl": _of_2, "qwen2_5_vl": _of_2_5, "exaone4_5": _of_2_5}.get(options["model_type"], _of_3)
+    make = {"qwen2_vl": _of_2, **dict.fromkeys(("qwen2_5_vl", "exaone4_5", OMNI), _of_2_5)}
+    make = make.get(options["model_type"], _of_3)
     config = make(own, options["model_type"])
     own.finish()
     images = QwenImages.told(told, config.patch, config.merge, config.frames, config.window, config.side)
     images = dataclasses.replace(images, repeated=config.frames)
     config = dataclasses.replace(config, pixels=images.pixels)
     usual = 67 if config.kind == "exaone4_5" else IMAGE
-    token, merged = options.get("image_token_id") or usual, config.merge**2
+    token, merged = options.get("image_token_id") or options.get("image_token_index") or usual, config.merge**2
 
     def tokens(picture) -> list[int]:
         return [token] * picture.vectors
@@ -108,7 +110,10 @@ def sight(folder: pathlib.Path, options: Mapping[str, Any], asked: Mapping[str, 
 def _videos(
     folder: pathlib.Path, options: Mapping[str, Any], config: QwenConfig, images: QwenImages, asked: Mapping[str, Any]
 ) -> Videos | None:
-    """None where they cannot be read as the folder says, which is logged."""
+    """None where they cannot be read as the folder says, which is logged, and in families whose videos were not held to
+    transformers'."""
+    if options["model_type"] in UNFILMED:
+        return None
     ends = tuple(options.get(name) or usual for name, usual in ENDS.items()) if config.side else ()
     token = options.get("video_token_id") or (68 if config.kind == "exaone4_5" else VIDEO)
     try:
@@ -143,6 +148,8 @@ def _of_2_5(own: Options, kind: str) -> QwenConfig:
         gated=True,
         kv_heads=own("num_key_value_heads", 8) if kind == "exaone4_5" else 0,
     )
+    if kind == OMNI:
+        own.aside("embed_dim", "init_std")  # the first repeats hidden_size
     common = _common(own, 14)
     window = own("window_size", 112) // common["merge"] // common["patch"]
     everywhere = tuple(own("fullatt_block_indexes", (7, 15, 23, 31)))
@@ -162,6 +169,7 @@ def _of_3(own: Options, kind: str) -> QwenConfig:
     deep = () if kind in OF_3_5 else (8, 16, 24)
     if kind in OF_3_5:
         own.only("deepstack_visual_indexes", None, [])
+    own.only("apply_vit_abs_pos_embed", True)
     return QwenConfig(
         kind,
         tower,
@@ -173,6 +181,7 @@ def _of_3(own: Options, kind: str) -> QwenConfig:
 
 
 def _common(own: Options, patch: int) -> dict[str, Any]:
+    own.aside("tokens_per_second")  # of videos
     for name in ("in_channels", "in_chans"):
         own.only(name, 3)
     found = {"patch": own("patch_size", patch), "frames": own("temporal_patch_size", 2)}

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES
+from shardlm.models.text_parts import OMNI, thinker
 from shardlm.vision import glm_videos, qwen_videos
 from shardlm.vision.sight import Sight
 from shardlm.vision.video import video_of_frames
@@ -19,10 +20,12 @@ from shardlm.vision.video import video_of_frames
 TEXT_ALONE = 'limit_mm_per_prompt={"image": 0} serves its text without'
 
 FAMILIES = {
-    "cohere2_vision": "cohere2",
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), "cohere2"),
+    **dict.fromkeys(("deepseek_vl", "janus"), "janus"),
     "exaone4_5": "qwen",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "gemma4_unified": "gemma4_unified",
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next"), "glm"),
     "idefics3": "smolvlm",
     "internvl": "internvl",
@@ -34,10 +37,14 @@ FAMILIES = {
     **dict.fromkeys(("llava_next", "llava_onevision"), "llava_next"),
     "minimax_m3_vl": "minimax",
     "mistral3": "pixtral",
+    "ovis2": "ovis2",
     "paddleocr_vl": "paddle",
+    "paligemma": "paligemma",
     "mistral_large4": "pixtral",
     "smolvlm": "smolvlm",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen"),
+    **dict.fromkeys((name for of in OMNI.items() for name in of), "qwen"),
+    "qwen4_exp": "qwen",
 }
 # How large images become, of families that read them in any size.
 SIZES = {"qwen": ("min_pixels", "max_pixels", "size"), "glm": ("size",), "pixtral": ("size",)}
@@ -51,12 +58,13 @@ _TRIED = (48, 64)  # pixels of an image
 
 def sees(options: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a checkpoint that sees, by an encoder of a family here."""
+    options = thinker(options)
     return options.get("model_type") in FAMILIES and isinstance(options.get("vision_config"), Mapping)
 
 
 def takes(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names by which images of a checkpoint that sees may be prepared otherwise."""
-    return SIZES.get(FAMILIES[options["model_type"]], ())
+    return SIZES.get(FAMILIES[thinker(options)["model_type"]], ())
 
 
 def sight_of(
@@ -70,6 +78,7 @@ def sight_of(
     """
     if not sees(options):
         return None
+    options = thinker(options)
     family, known = FAMILIES[options["model_type"]], takes(options)
     every = tuple(dict.fromkeys((*known, *OF_VIDEOS.get(family, ()))))
     if unknown := [name for name in asked if name not in every]:
@@ -94,7 +103,7 @@ def _try(sight: Sight) -> None:
     """Prepares an image, so that values that nothing can be made of show before there is any. Raises ValueError for
     what no encoder reads, and whatever is raised."""
     picture = sight.prepare(np.zeros((*_TRIED, 3), np.uint8))
-    places, most = sum(token == sight.vector for token in sight.tokens(picture)), sight.sizes[-1]
+    places, most = sum(token in (sight.vector, *sight.also) for token in sight.tokens(picture)), sight.sizes[-1]
     if places != picture.vectors or not 0 < picture.patches <= most:
         raise ValueError(
             f"an image of {_TRIED[1]} x {_TRIED[0]} has {places} tokens for {picture.vectors} vectors, and "

@@ -31,6 +31,7 @@ class Sight:
 
     token    that stands for one image in what its chat template writes
     vector   of those in its place, the one that stands for each vector of the encoder (often the same)
+    also     further tokens of those that stand for vectors, among `tokens`
     prepare  pixels uint8 [height, width, 3] -> Picture: resized, normalised, cut into patches. Raises ShardlmError for
              what cannot be (a side too long for the other)
     tokens   Picture -> the tokens in its place
@@ -41,6 +42,8 @@ class Sight:
              takes: DeepStack (https://arxiv.org/abs/2511.21631). A vector has (1 + deep) * D numbers
     axes     whether tokens have positions on three axes (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1)
     whole    whether the tokens of an image see all of it, those after them too (Gemma 3)
+    prefix   whether those of a prompt see all of that, with `whole` (PaliGemma)
+    arranged  a prompt's tokens, `token` for each image among them, as the model has them in their order; None: so
     fewer    whether an image may have fewer vectors than its patches make: what is around it is left out, or they are
              made fewer
     joins    (a token, the next): the one that tokenizers write for both, where an image's first or last meets what is
@@ -59,10 +62,22 @@ class Sight:
     deep: int = 0
     axes: bool = False
     whole: bool = False
+    prefix: bool = False
+    also: tuple[int, ...] = ()
+    arranged: Callable[[Sequence[int]], Sequence[int]] | None = None
     fewer: bool = False
     joins: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     asks: tuple[str, ...] = ()
     videos: Videos | None = None
+
+    @property
+    def untrained(self) -> str:
+        """Why there is no training on images; "": there is."""
+        if self.prefix:
+            return "all tokens of a prompt see each other in this model, which those of packed rows do not"
+        if self.also:
+            return "tokens around them stand for vectors too in this model, and shards know of one that does"
+        return ""
 
     def up_to(self, vectors: int) -> "Sight":
         """With programs for images of so many vectors, and no longer ones than that takes."""
@@ -94,5 +109,6 @@ class Sight:
     ) -> tuple[list[int], tuple[Placed, ...]]:
         """A prompt with all tokens of its pictures and videos (picture.py's `expanded`). Without videos, their token is
         as others."""
-        token = self.videos.token if clips else None
-        return expanded(ids, pictures, self.token, self.vector, self.tokens, self.joins, clips, token)
+        ids = self.arranged(ids) if self.arranged and self.token in ids else ids
+        vectors, token = (self.vector, *self.also), self.videos.token if clips else None
+        return expanded(ids, pictures, self.token, vectors, self.tokens, self.joins, clips, token)

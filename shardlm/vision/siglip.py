@@ -27,6 +27,14 @@ WITH_PROJECTOR = Tensors(
 )
 
 
+def without_last(layers: int, later: int, *more: str) -> Tensors:
+    """The same, `more` beside it, of a tower of which so many layers run and `later` ones do not: these, and the norm
+    behind the last, are left aside."""
+    last = "|".join(map(str, range(layers, layers + later))) or "none"
+    unused = rf"^vision_tower\.(post_layernorm\.|head\.|embeddings\.position_ids$|encoder\.layers\.({last})\.)"
+    return Tensors((*WITH_PROJECTOR.prefixes, *more), unused, WITH_PROJECTOR.renames)
+
+
 @dataclasses.dataclass(frozen=True)
 class SiglipConfig:
     """tower: its layers, one of `patch` pixels a side; positions: how many are learned; last_norm: whether there is one
@@ -58,8 +66,8 @@ class SiglipConfig:
         """As square_images.py makes them."""
         return {"pixels": ((self.patch, self.patch, 3), np.float32), "positions": ((), np.int32)}
 
-    def names(self, path: str, prefix: str) -> Names:
-        """Of Siglip at `path`; `prefix` is before theirs."""
+    def names(self, path: str, prefix: str, back: str = "out_proj") -> Names:
+        """Of Siglip at `path`; `prefix` is before theirs, `back` is what brings heads together."""
         found = {
             **patch_names(f"{path}.patches", f"{prefix}embeddings.patch_embedding", bias=True),
             f"{path}.positions": Tensor(f"{prefix}embeddings.position_embedding.weight"),
@@ -70,7 +78,7 @@ class SiglipConfig:
                 attention_norm="layer_norm1",
                 mlp_norm="layer_norm2",
                 **{f"w{letter}": f"self_attn.{letter}_proj" for letter in "qkv"},
-                wo="self_attn.out_proj",
+                wo=f"self_attn.{back}",
                 up="mlp.fc1",
                 down="mlp.fc2",
             ),

@@ -12,16 +12,20 @@ from shardlm.layers.context import INDEX
 from shardlm.ops import block_choice, paged_attention
 from shardlm.ops.attention import attend
 from shardlm.ops.block_choice import BlockIndex, Places
-from shardlm.ops.kv_format import order_of, pool_shape
+from shardlm.ops.kv_format import AXES, order_of, pool_shape
 from shardlm.ops.rope import Rope
 
 HEADS, WIDTH, ROPE = 7, 8, Rope(100.0, dim=4)
 
 
-def index_of(tokens: int, rows: int, block: int, blocks: int) -> BlockIndex:
+def index_of(tokens: int, rows: int, block: int, blocks: int, on_axes: bool) -> BlockIndex:
+    """`on_axes`: a pair of each head turns by a token's row in an image, the other by its column."""
     rng = np.random.default_rng(tokens)
     q, k = (jnp.asarray(rng.standard_normal((rows, tokens, *a)), jnp.float32) for a in ((HEADS, WIDTH), (WIDTH,)))
-    return BlockIndex(q, k, jnp.asarray(1 + 0.1 * rng.standard_normal(WIDTH), jnp.float32), 1e-6, ROPE, blocks, block)
+    scale = jnp.asarray(1 + 0.1 * rng.standard_normal(WIDTH), jnp.float32)
+    turned = dataclasses.replace(ROPE, axes=(1, 2) if on_axes else ())
+    turns = jnp.asarray(rng.integers(0, 40, (rows, tokens, 3)), jnp.int32) if on_axes else None
+    return BlockIndex(q, k, scale, 1e-6, turned, blocks, block, turns)
 
 
 def by_a_loop(index: BlockIndex, row: int, first: int, stop: int) -> np.ndarray:
@@ -30,7 +34,9 @@ def by_a_loop(index: BlockIndex, row: int, first: int, stop: int) -> np.ndarray:
     found = np.zeros((length, length), bool)
     whole = length // rate
     k = index.k[row : row + 1, first : first + whole * rate].reshape(1, whole, rate, WIDTH)
-    keys = np.asarray(index.of_blocks(k, jnp.arange(whole)[None] * rate))[0]
+    begins = np.arange(whole)[None] * rate
+    begins = begins if index.turns is None else index.turns[row : row + 1, first + begins[0]]
+    keys = np.asarray(index.of_blocks(k, jnp.asarray(begins)))[0]
     for t in range(length):
         complete = (t + 1) // rate
         score = np.maximum(np.asarray(index.q[row, first + t]) @ keys[:complete].T, 0).sum(0)
@@ -40,10 +46,11 @@ def by_a_loop(index: BlockIndex, row: int, first: int, stop: int) -> np.ndarray:
     return found
 
 
-def test_blocks_of_packed_rows():
+@pytest.mark.parametrize("on_axes", [False, True])
+def test_blocks_of_packed_rows(on_axes):
     """Texts that begin anywhere, one that ends within a block, and padding behind."""
     texts = [[(0, 10), (10, 29)], [(0, 25)]]
-    index = index_of(32, 2, 3, 2)
+    index = index_of(32, 2, 3, 2, on_axes)
     segment_ids, positions = np.zeros((2, 2, 32), np.int32)
     expected = np.zeros((2, 32, 32), bool)
     for row, own in enumerate(texts):
@@ -56,11 +63,12 @@ def test_blocks_of_packed_rows():
 
 
 @pytest.mark.wide
-def test_blocks_over_pages():
+@pytest.mark.parametrize("on_axes", [False, True])
+def test_blocks_over_pages(on_axes):
     """Which go into pages without rest by twos alone. In two chunks: as a mask where pages are gathered, and as places
     that the kernel, interpreted, reads."""
     B, T, N, K, H, cut, page_size, block = 2, 44, 4, 2, 16, 19, 4, 6
-    index, rng = index_of(T, B, block, 3), np.random.default_rng(0)
+    index, rng = index_of(T, B, block, 3, on_axes), np.random.default_rng(0)
     width = -(-T // page_size)
     table = jnp.asarray(1 + rng.permutation(B * width).reshape(B, width), jnp.int32)
     q, k, v = (jnp.asarray(rng.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K))
@@ -72,17 +80,23 @@ def test_blocks_over_pages():
         return jnp.zeros(pool_shape(order, 1 + B * width, page_size, heads, size))
 
     def chunk(part, pools, implementation):
-        own = dataclasses.replace(index, q=index.q[:, part], k=index.k[:, part])
+        turns = index.turns[:, part] if on_axes else None
+        own = dataclasses.replace(index, q=index.q[:, part], k=index.k[:, part], turns=turns)
         where = (table, positions[:, part], jnp.ones((B, T), bool)[:, part], jnp.int32(0))
-        chosen, held = block_choice.choose(own, {INDEX: pools.pop(INDEX)}, INDEX, *where, implementation)
+        held = {name: pools.pop(name) for name in (INDEX, INDEX + AXES) if name in pools}
+        chosen, held = block_choice.choose(own, held, INDEX, *where, implementation)
         new = {"k": k[:, part], "v": v[:, part]} if pools else {}
         pools = paged_attention.write(pools, new, *where, implementation=implementation)
         if isinstance(chosen, Places):
             chosen = block_choice.attend(q[:, part], pools, chosen, jnp.int32(0), H**-0.5, interpret=True)
         return chosen, pools | held
 
-    masks = {INDEX: empty("blocked", 1, WIDTH)}
-    pools = {INDEX: empty("pallas", 1, WIDTH), "k": empty("pallas", K, H), "v": empty("pallas", K, H)}
+    def keys(implementation):
+        places = {INDEX + AXES: empty(implementation, 1, 3).astype(jnp.int32)} if on_axes else {}
+        return {INDEX: empty(implementation, 1, WIDTH)} | places
+
+    masks = keys("blocked")
+    pools = keys("pallas") | {"k": empty("pallas", K, H), "v": empty("pallas", K, H)}
     attended = attend(q, k, v, jnp.asarray(expected), H**-0.5)
     for part in (slice(0, cut), slice(cut, T)):
         mask, masks = chunk(part, masks, "blocked")

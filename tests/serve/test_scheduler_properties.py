@@ -91,8 +91,8 @@ class Serving(RuleBasedStateMachine):
         drafts, caching = 0 if memories else drafts, caching and snapshots != 0
         tokens = max_rows * (1 + drafts) + budget
         cuts = Cuts() if least is None else Cuts(tuple(sorted({min(n, tokens) for n in (2, 4, 8, 16, 32)})), least)
-        images = places, whole and budget >= max(map(len, IMAGES))
-        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts, memories, *images)
+        self.sees = "images" if whole and budget >= max(map(len, IMAGES)) else "before"
+        config = SchedulerConfig(max_rows, tokens, MAX_MODEL_LEN, decode_steps, drafts, cuts, memories, places)
         step = config.longest_step
         least = PageLayout(0, windows, (), strides=strides).pages_of(MAX_MODEL_LEN, page_size, step)
         kept = Snapshots(max_rows + 1, snapshots, page_size, page_size, tail) if snapshots and caching else None
@@ -125,7 +125,7 @@ class Serving(RuleBasedStateMachine):
         self.ask(prompt + rest, params, priority, salt, placed)
 
     def ask(self, prompt, params, priority, salt, pictures=()):
-        how = {"priority": priority, "salt": salt, "pictures": pictures}
+        how = {"priority": priority, "salt": salt, "pictures": pictures, "sees": self.sees}
         request = Request(str(self.count), prompt, params, eos_ids=(EOS,), **how)
         self.count += 1
         if self.rng.random() < 0.3:
@@ -201,7 +201,7 @@ class Serving(RuleBasedStateMachine):
             assert batch.steps <= batch.width <= batch.steps * (1 + config.drafts)
         for row in rows:
             inside = row.tokens and any(one.start < row.end < one.end for one in row.request.pictures)
-            assert not (config.whole_images and inside), "an image is cut"
+            assert self.sees == "before" or not inside, "an image is cut"
             assert row.end > row.start and row.samples <= batch.steps * (1 + config.drafts)
             ahead = row.request.bound - len(row.request.tokens)
             assert row.request.most_in_flight <= max(1, ahead), "a mask needs every token"

@@ -30,6 +30,14 @@ LINEAR = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+# Blocks of three tokens, of which a query chooses two, by heads enough that no two have a score of 0; and in the first
+# layer what is looked up of n-grams.
+OF_4 = {"hc_count": 2, "hc_lowrank": 6, "ple_layer_ids": [1], "ple_embed_dim": 16, "ple_conv_kernel_size": 3}
+OF_4 |= {"heads_per_ngram": 2, "ngram_vocab_size_base": 40, "make_ngram_vocab_size_divisible_by": 8}
+OF_4 |= {"split_ngram_parts": 3, "indexer_n_heads": 12, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+OF_4 |= {"indexer_budget": 6, "indexer_compress_ratio": 3, "seed": 14, "eos_token_id": 94}
+HEARS = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8}
+HEARS |= {"output_dim": 32, "max_source_positions": 20}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OF_2_5 = {"hidden_size": 48, "intermediate_size": 56, "out_hidden_size": 32, "window_size": 16}
 OF_2_5 |= OF_ALL | {"fullatt_block_indexes": [1, 3]}
@@ -50,6 +58,17 @@ FAMILIES = {
         {"head_dim": 8, "shared_expert_intermediate_size": 16, **LINEAR, **EXPERTS},
         OF_3,
     ),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        {"head_dim": 8, "shared_expert_intermediate_size": 16, **LINEAR, **EXPERTS, **OF_4},
+        OF_3 | {"depth": 2, "hidden_size": 24, "intermediate_size": 40},
+    ),
+    "qwen2_5_omni_thinker": ("Qwen2_5OmniThinker", {}, OF_2_5),
+    "qwen3_omni_moe_thinker": (
+        "Qwen3OmniMoeThinker",
+        {"head_dim": 8, **EXPERTS},
+        OF_3 | {"deepstack_visual_indexes": [0, 2]},
+    ),
 }
 # Of videos: of a frame, or (Qwen3) of all.
 FILMED = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
@@ -69,6 +88,8 @@ def folder_of(kind: str, path: pathlib.Path):
     )
     name, own, vision = FAMILIES[kind]
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    if "thinker" in kind:
+        ids |= {"audio_token_id": 89, "audio_config": HEARS | ({"n_window": 4} if "3" in kind else {})}
     rope = dict(MROPE) if kind != "exaone4_5" else {"rope_theta": 10_000.0, "rope_type": "default"}
     text = {**TEXT, **own, "rope_parameters": rope}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=dict(vision), **ids)
@@ -104,7 +125,7 @@ def inputs(
     ids = torch.tensor([list(ids)])
     # Of a reply that names a token of images, where there are none, it is words.
     kinds = bool(images) * (ids == IMAGE).int() + 2 * bool(films) * (ids == VIDEO).int()
-    return {**found, "mm_token_type_ids": kinds}
+    return {**found, "mm_token_type_ids": kinds, "attention_mask": torch.ones_like(ids).int()}
 
 
 def patchified(

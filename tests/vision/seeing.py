@@ -48,7 +48,7 @@ def lively(model):
     import torch
 
     for name, a in (*model.named_parameters(), *model.named_buffers()):
-        if not a.is_floating_point() or name.endswith(("inv_freq", "freqs_ci")):
+        if not a.is_floating_point() or name.endswith(("inv_freq", "freqs_ci", "embed_scale")):
             continue
         if name.endswith(("_min", "_max")):
             a.data.fill_(-1.5 if name.endswith("min") else 1.2)
@@ -63,9 +63,9 @@ def lively(model):
     return model
 
 
-def functions_of(file: str, *names: str) -> list:
+def functions_of(file: str, *names: str, **modules) -> list:
     """Functions, and methods without what they are given as self, of a file of transformers' models whose module needs
-    torchvision."""
+    torchvision; `modules` are others that they use."""
     import transformers
 
     source = (pathlib.Path(transformers.__file__).parent / "models" / file).read_text()
@@ -73,7 +73,7 @@ def functions_of(file: str, *names: str) -> list:
     for node in found:
         node.decorator_list = []
     told = {"np": np, "math": math, "lru_cache": functools.lru_cache, "torch": sys.modules.get("torch")}
-    told |= {"logger": logging.getLogger("transformers")}
+    told |= {"logger": logging.getLogger("transformers"), **modules}
     flags = __future__.annotations.compiler_flag
     exec(compile(ast.Module(found, []), file, "exec", flags, True), told)
     return [told[name] for name in names]

@@ -29,7 +29,7 @@ PROMPTS = {
 def _prompt(name: str):
     ids, grids = PROMPTS[name]
     pictures = [Picture({"pixels": np.zeros((4 * r * c, 1))}, (r, c), b"") for r, c in grids]
-    return expanded(ids, pictures, IMAGE, IMAGE, lambda picture: [IMAGE] * picture.vectors)
+    return expanded(ids, pictures, IMAGE, (IMAGE,), lambda picture: [IMAGE] * picture.vectors)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -64,7 +64,7 @@ def test_pictures_side_by_side():
     """Which transformers takes for one."""
     grids = [(2, 3), (1, 2)]
     pictures = [Picture({"pixels": np.zeros((r * c, 1))}, (r, c), b"") for r, c in grids]
-    ids, placed = expanded([IMAGE, IMAGE, 1], pictures, IMAGE, IMAGE, lambda picture: [IMAGE] * picture.vectors)
+    ids, placed = expanded([IMAGE, IMAGE, 1], pictures, IMAGE, (IMAGE,), lambda picture: [IMAGE] * picture.vectors)
     axes, following = axes_of(len(ids), placed)
     assert axes.tolist() == [
         [0, 0, 0, 0, 0, 0, 3, 3, 5],

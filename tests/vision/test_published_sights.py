@@ -6,6 +6,7 @@ import tracemalloc
 
 import jax
 import jax.numpy as jnp
+import more_published_configs
 import numpy as np
 import published_configs
 import pytest
@@ -102,7 +103,7 @@ CASES = {  # config, special tokens, what prepares images, layers, (vectors of a
         27,
     ),
 }
-CASES |= published_configs.CASES
+CASES |= published_configs.CASES | more_published_configs.CASES
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,13 +117,14 @@ def test_a_published_checkpoint_opens(name, tmp_path):
     assert sight.encoder.tower.layers == layers and sight.encoder.width == text.embed_dim
     picture = sight.prepare(np.zeros((300, 500, 3), np.uint8))
     assert picture.vectors == vectors and picture.patches <= sight.sizes[-1]
-    assert sum(token == sight.vector for token in sight.tokens(picture)) == vectors
+    assert sum(token in (sight.vector, *sight.also) for token in sight.tokens(picture)) == vectors
     mesh, size = MeshSpec().build(jax.devices()[:1]), sight.sizes[0]
     encoder = Encoder.make(sight.encoder, jnp.bfloat16, mesh)
     with jax.set_mesh(mesh):
         count = jax.ShapeDtypeStruct((), jnp.int32)
         made = jax.eval_shape(encoder, encoder.shapes, encoder.inputs(size), count)
-    assert (made.shape, made.dtype) == ((size // sight.merged, text.embed_dim), jnp.bfloat16)
+    width = (1 + sight.deep) * text.embed_dim
+    assert (made.shape, made.dtype) == ((size // sight.merged, width), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -31,7 +31,8 @@ def _theirs(model, pixels: np.ndarray) -> np.ndarray:
 
     found = inputs([pixels], [IMAGE])
     with torch.no_grad():
-        made = model.model.get_image_features(found["pixel_values"], found["image_grid_thw"])
+        read = getattr(model, "get_image_features", None) or model.model.get_image_features
+        made = read(found["pixel_values"], found["image_grid_thw"])
     deep = [each[0] for each in getattr(made, "deepstack_features", None) or []]
     return torch.cat([made.pooler_output[0], *deep], -1).numpy()
 

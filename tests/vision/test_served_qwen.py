@@ -1,12 +1,23 @@
 """Images in prompts of Qwen's models: positions on three axes, DeepStack, linear attention; against transformers."""
 
+import functools
+import json
+import shutil
+
+import numpy as np
 import pytest
+import references
 from qwen_checkpoints import FAMILIES, IMAGE, folder_of, inputs
+from safetensors.numpy import save_file
 from seeing import noise
 from served import SIZES, Family, asked, held_to_transformers, replies
 
 from shardlm import LLM
+from shardlm.hf_files import Folder
 from shardlm.mesh import MeshSpec
+from shardlm.serve import pool_size
+from shardlm.serve.snapshots import Snapshots
+from shardlm.train.convert import to_hf
 
 pytest.importorskip("transformers", reason="what transformers made is in references/")
 
@@ -17,7 +28,7 @@ ASKS = [
     ([1, 20, 92, IMAGE, 93, 21, 33], [FIRST]),
     ([7, 8, 9], []),
 ]
-MESHED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+MESHED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen4_exp")
 PLAIN, WIDE = ("qwen2_5_vl", "qwen3_vl"), pytest.mark.wide  # windows and axes; DeepStack
 
 
@@ -29,6 +40,35 @@ def test_replies_are_those_of_transformers(kind, tmp_path):
     llm = LLM(family.folder, **SIZES)
     held_to_transformers(family, llm, ASKS)
     again = asked(llm, ASKS)
-    assert again[0].num_cached_tokens or kind.startswith("qwen3_5")
+    assert again[0].num_cached_tokens or kind.startswith(("qwen3_5", "qwen4"))
     if kind in MESHED:
         assert replies(again) == replies(asked(LLM(family.folder, mesh=MeshSpec(tensor=2), **SIZES), ASKS))
+
+
+@pytest.mark.wide
+def test_a_thinker_inside_of_what_speaks_too(tmp_path):
+    """As Qwen2.5-Omni is published: the same replies, and an export of all, what speaks and hears as it was."""
+    path, _ = folder_of("qwen2_5_omni_thinker", tmp_path / "thinker")
+    own, spoken = Folder.open(path), {"talker.codec_head.weight": np.ones((3, 2), np.float32)}
+    tensors = {f"thinker.{name}": np.asarray(one.read(...)) for name, one in own.tensors.items()} | spoken
+    whole = shutil.copytree(path, tmp_path / "whole")
+    save_file(tensors, whole / "model.safetensors")
+    config = {"model_type": "qwen2_5_omni", "dtype": "float32", "talker_config": {}, "thinker_config": own.config}
+    (whole / "config.json").write_text(json.dumps(config))
+    assert replies(asked(LLM(whole, **SIZES), ASKS)) == replies(asked(LLM(path, **SIZES), ASKS))
+    to_hf(whole, tmp_path / "written", "float32")
+    found = Folder.open(tmp_path / "written")
+    assert found.config == config and found.tensors.keys() == tensors.keys()
+    assert all(np.array_equal(np.asarray(found.tensors[name].read(...)), a) for name, a in tensors.items())
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen4_exp"])
+def test_beginnings_of_what_remembers_are_found_with_their_images(kind, tmp_path, monkeypatch):
+    """Behind an image too, where copies of memories are made of shorter texts than usual."""
+    monkeypatch.setattr(pool_size, "Snapshots", functools.partial(Snapshots, least=8, tail=1))
+    llm = LLM(references.folder(kind, tmp_path), **SIZES)
+    asks, said = references.asks(kind), [one["reply"] for one in references.said(kind)]
+    for found in (False, True):
+        outputs = asked(llm, asks, len(said[0]))
+        assert replies(outputs) == said and (outputs[1].num_cached_tokens > 60) == found

@@ -48,6 +48,7 @@ def losses(program: Program, name: str, folder) -> tuple[dict[str, float], dict]
 
 # Vectors for the first layers and turns on three axes. The others are wide.
 FIRST, OTHERS = ("qwen3_vl",), ("gemma3", "qwen2_5_vl", "qwen3_5", "mistral3", "llama4", "gemma4-inputs")
+OTHERS += ("qwen4_exp", "aya_vision", "deepseek_vl")
 WIDE = pytest.mark.wide
 
 

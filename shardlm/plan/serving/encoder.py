@@ -117,7 +117,7 @@ def operations(image: Image, itemsize: int, fused: bool) -> Iterator[Op]:
     for weight in made_of(image.config).weights:
         rows = image.rows if weight.in_tower else image.read
         if not weight.in_tower and not {"patches", *getattr(image.config, "by_patch", ())} & set(weight.path):
-            rows //= image.merged
+            rows //= getattr(image.config, "together", image.merged)
         yield _product(weight, rows, itemsize)
     tower = image.config.tower
     narrow, longest = image.windowed
