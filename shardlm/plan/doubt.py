@@ -121,7 +121,10 @@ def _of_newest(sketch: Sketch) -> dict[str, bool]:
             any(isinstance(one, HeadIndexerConfig) for one in choosers),
             (),
         ),
-        "chosen pools of tokens": (any(isinstance(one, PooledIndexerConfig) for one in choosers), ()),
+        "chosen pools of tokens, which over tensor needed 9% less (1 compiled program)": (
+            any(isinstance(one, PooledIndexerConfig) for one in choosers),
+            (),
+        ),
     }
     return {
         f"{name}: compared over {', '.join(('fsdp', *axes))} with remat=full and one microbatch alone": (
