@@ -2,6 +2,8 @@
 layers keep, while layers are done backwards. How many arrays there are is read from the buffer assignments of compiled
 programs (doubt.py says how many)."""
 
+from collections.abc import Sequence
+
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges
 from shardlm.plan.compressed_attention import Blocks
@@ -40,9 +42,14 @@ def _of(sketch: Sketch, parts: Parts, pattern, layers: tuple[Layer, ...]) -> Kin
         rows = 2 + 2 * wide + 2.5 * several + 3 * (over_hosts and not several)
         experts = rows * fullest.rows + (6 if wide or several else 3) * fullest.expert_hidden
     return {
-        "streams": STREAMS * sum(one.stream for one in layers) + NARROW * sum(one.whole for one in layers) / tensor,
+        "streams": of_streams(layers, tensor),
         "attention": QUERIES * sum(one.queries for one in layers) + SCORES * max(scores) + 2 * latents,
         "mlp": 6 * sum(one.hidden for one in layers),
         "experts": experts,
         "weights in use": parts.largest * ((2 if over_hosts else 1.5) * len(pattern) if parts.gathers else 1),
     }
+
+
+def of_streams(layers: Sequence[Layer], tensor: int) -> float:
+    """Bytes of several streams while layers of a pattern are done backwards."""
+    return STREAMS * sum(one.stream for one in layers) + NARROW * sum(one.whole for one in layers) / tensor

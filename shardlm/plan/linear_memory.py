@@ -9,6 +9,7 @@ from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.stack import Segment
+from shardlm.plan import compressed_memory
 from shardlm.plan.activations import Kinds, Layer, exchanges, kept
 from shardlm.plan.linear_attention import Rule
 from shardlm.plan.parts import Parts
@@ -72,10 +73,13 @@ def _of(sketch: Sketch, parts: Parts, pattern: Sequence[Layer], segment: Segment
         taken += max(each.mask + 2 * (each.queries + each.keys + each.values + each.output) for each in pattern)
     many = 8 if by_channel else 3 if _predicted(segment) else 0  # arrays that are whole over tensor
     wide = many * sum(layer.whole for layer in late) if sketch.mesh.tensor > 1 else 0
+    streams = 8 * sum(layer.stream - layer.later for layer in late) / sketch.mesh.tensor + wide
+    if by_channel and one.one:  # several streams, of which there are as many as of DeepSeek V4's (2 compiled programs)
+        streams = compressed_memory.of_streams(late, sketch.mesh.tensor)
     kinds = {
         "linear attention": rule,
         "mlp": (4 if again else 2) * sum(layer.products * layer.hidden for layer in late),
-        "streams": 8 * sum(layer.stream - layer.later for layer in late) / sketch.mesh.tensor + wide,
+        "streams": streams,
         "attention": taken,
         "experts": _experts(sketch, late),
         "weights in use": parts.largest * ((1 if straight else 1.5) * len(pattern) if parts.gathers else 1),

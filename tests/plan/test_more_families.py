@@ -18,9 +18,12 @@ from shardlm.plan.constraints import Constraints
 from shardlm.plan.memory import memory
 from shardlm.plan.program_layers import buffers_filled, filled
 from shardlm.plan.program_traffic import program_traffic
+from shardlm.plan.serving.answer import answer_serving
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.ops import Pass, layer_work
+from shardlm.plan.serving.report.data import to_json
+from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.time import Speed
 from shardlm.plan.serving.weights import InUse, weights_of
 from shardlm.plan.sketch import Sketch
@@ -56,6 +59,16 @@ def test_every_weight_multiplies_every_token_that_is_served(model):
         many = block.parameters_per_token(D) + (2 * D * block.inputs.dim if block.inputs else 0)
         # Of streams, of an indexer and of one head's gates and rates numbers are made by products that are little.
         assert flops == pytest.approx(2 * 32 * many, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("own blocks", "kv heads that choose blocks for themselves"), ("shortcut", "added a layer later"), ("gated", "")],
+)
+def test_what_was_not_compared_of_a_served_model_is_said(model, words):
+    served, engine = ServedModel(model, shape(model), "bfloat16", 8192), EngineConfig(max_num_seqs=64)
+    told = to_json(answer_serving(ServingCase(served, Cluster.of(H100, 1), engine, 512, 128)))
+    assert words in told["doubt"] and bool(words) == bool(told["doubt"]) == ("In doubt: " in to_text(told))
 
 
 def test_what_short_convolutions_remember_by_hand():

@@ -10,6 +10,7 @@ from shardlm.plan.report.data import cluster_facts
 from shardlm.plan.report.placement import placement
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer
 from shardlm.plan.serving.case import ServingCase
+from shardlm.plan.serving.doubt import doubt
 from shardlm.plan.serving.load import HEADROOM, Load
 from shardlm.plan.serving.report.start import start
 from shardlm.plan.serving.search import ServingPlan
@@ -34,6 +35,7 @@ def to_json(answer: ServingAnswer, most: int = 8) -> dict[str, Any]:
         "images": _images(first),
         "headroom": 1.0 if case.attainment else HEADROOM,
         "unverified": answer.unverified,
+        "doubt": doubt(case.model.shape),
         "times_of_requests": answer.times,
         "plans": [{"rank": rank} | _plan(one) for rank, one in shown],
         "plans_left_out": len(ranked) - len(shown),

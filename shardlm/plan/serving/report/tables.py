@@ -279,6 +279,8 @@ def refusals(answer: Data) -> list[str]:
 def words(answer: Data) -> list[str]:
     """What the words mean, as far as they are used."""
     said = ["estimated: by formulas; nothing was run."]
+    if answer["doubt"]:
+        said.append(f"In doubt: {answer['doubt']}.")
     if answer["unverified"]:
         said.insert(0, f"Nothing was verified: {answer['unverified']}")
     elif all(plan["status"] == "estimated" for plan in answer["plans"]):
