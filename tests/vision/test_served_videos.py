@@ -180,7 +180,7 @@ def test_beside_all_else(folder, options):
 
 @pytest.mark.wide
 def test_who_is_preempted_reads_its_videos_again(folder):
-    tight = LLM(folder, **SIZES | {"enable_prefix_caching": False}, kv_cache_bytes=90 * 2048)
+    tight = LLM(folder, **SIZES | {"enable_prefix_caching": False}, kv_cache_bytes=80 * 1024)
     more = asked(tight, ASKS * 3, count=24)
     assert tight.engine.scheduler.preemptions > 0
     assert [reply[:6] for reply in replies(more)] == SAID * 3
@@ -190,7 +190,7 @@ def test_who_is_preempted_reads_its_videos_again(folder):
 def test_a_small_encoder_cache_lets_prompts_wait(llm, monkeypatch):
     cache = llm.engine.scheduler._holdings.encoder_cache
     llm.engine.reset_prefix_cache()
-    monkeypatch.setattr(cache, "_free", cache._free[-70:])
+    monkeypatch.setattr(cache, "_free", cache._free[-100:])
     assert replies(asked(llm, ASKS)) == SAID
     llm.engine.reset_prefix_cache()
 
