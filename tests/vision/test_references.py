@@ -8,7 +8,7 @@ from shardlm import LLM
 
 # Windows and three axes, DeepStack, both directions, parts of several sizes, videos: the others are wide.
 ALWAYS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2_vl", "qwen3_vl-video")
-WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in references.NAMES if name not in ALWAYS]
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in references.EVERY if name not in ALWAYS]
 
 
 @pytest.mark.parametrize("name", [*ALWAYS, *WIDE])
