@@ -46,6 +46,7 @@ def test_frames_are_those_of_transformers():
 
 
 def test_sizes_are_those_of_transformers():
+    pytest.importorskip("transformers", reason="transformers' processors are asked")
     [one] = functions_of("qwen2_vl/image_processing_qwen2_vl.py", "smart_resize")
     [every] = functions_of(PROCESSORS[True], "smart_resize")
     for height, width in ((480, 640), (1080, 1920), (20, 33), (1000, 60), (90, 400)):
@@ -60,6 +61,7 @@ def test_sizes_are_those_of_transformers():
 
 def test_bounds_on_all_frames():
     """cap_pixels_per_frame, with the formulas of transformers' `resize`."""
+    pytest.importorskip("transformers", reason="transformers' processors are asked")
     capped = videos(False, cap_pixels_per_frame=True)
     total, most = int(128_000 * 28 * 28 * 0.9), 768 * 28 * 28
     for count in (10, 700):
