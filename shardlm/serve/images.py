@@ -4,6 +4,7 @@ conversation sends it, and their tokens in a prompt. No jax."""
 import collections
 import concurrent.futures
 import hashlib
+import math
 import os
 import threading
 import types
@@ -280,6 +281,11 @@ def _digest(kind: bytes, data: Any) -> bytes:
 
 
 def size_of(one: Prepared) -> int:
-    """Bytes."""
+    """Bytes; what an image repeats is there once."""
     pictures = one.pictures if isinstance(one, Clip) else (one,)
-    return sum(array.nbytes for picture in pictures for array in picture.inputs.values())
+    return sum(_bytes(array) for picture in pictures for array in picture.inputs.values())
+
+
+def _bytes(array: np.ndarray) -> int:
+    own = zip(array.shape, array.strides, strict=True)
+    return math.prod(length for length, step in own if step) * array.itemsize

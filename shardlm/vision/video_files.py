@@ -19,7 +19,9 @@ from shardlm.vision.video import BadVideo, Video, video_of_frames
 
 MAX_BYTES = 128 * 2**20  # of a file; a request's body has its own bound
 MAX_FRAMES = 2**17  # an hour of 30 a second has 108,000
-MAX_SECONDS = 30.0  # that reading one may take: frames before a wanted one are unpacked too, some 200 of 1080p a second
+# That reading one may take: frames before a wanted one are unpacked too, 300 of 1080p in a second of a core.
+MAX_SECONDS = 60.0
+DECODERS = 4  # threads that unpack one film, of which several may be read at once
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "theora")
 KNOWN = "MP4, MOV, WebM, Matroska, AVI, GIF, APNG and WebP"
 _FRAMES_URL = "data:video/jpeg;base64,"  # vLLM's for frames, with commas between
@@ -157,7 +159,7 @@ def _opened(file: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
             raise BadVideo(f"a video is coded as {name}; it is one of {', '.join(CODECS)}")
         check_size(codec.width, codec.height)
         codec.options = bound
-        codec.thread_count = 1  # videos are read side by side
+        codec.thread_type, codec.thread_count = "AUTO", DECODERS
         yield container, stream
 
 
