@@ -15,7 +15,7 @@ from PIL import Image
 
 from shardlm.errors import ShardlmError
 from shardlm.vision.read import MAX_PIXELS, check_size, decoded, pixels_of
-from shardlm.vision.video import BadVideo, Video, video_of_frames
+from shardlm.vision.video import SAID, BadVideo, Video, is_rate, video_of_frames
 
 MAX_BYTES = 128 * 2**20  # of a file; a request's body has its own bound
 MAX_FRAMES = 2**17  # an hour of 30 a second has 108,000
@@ -133,8 +133,9 @@ def _film(file: bytes, kind: str) -> Video:
         if first is None or not count:
             raise BadVideo("a video's file has no frame that can be shown; write it anew")
         size = first().shape[:2]
-    if not rate:
-        raise BadVideo("a video's file does not say how many frames a second it has; write it anew")
+    if not rate or not is_rate(float(rate)):
+        said = f"has {float(rate):g}" if rate else "does not say how many"
+        raise BadVideo(f"a video's file {said} frames a second; it is {SAID}. Write it anew")
     read = functools.partial(_read, functools.partial(_frames, file, kind), size)
     return Video(count, size, float(rate), read, of_file=True)
 
@@ -187,7 +188,7 @@ def _animation(file: bytes, kind: str) -> Video:
             milliseconds += image.info.get("duration", 0)
             size = size or image.size[::-1]
     rate = 1000 * count / milliseconds if milliseconds else None
-    if rate is None:
+    if rate is None or not is_rate(rate):
         raise BadVideo(f"a video's {kind} file does not move; send it as an image")
     read = functools.partial(_read, functools.partial(_unpacked, file, kind), size)
     return Video(count, size, rate, read, of_file=True)
