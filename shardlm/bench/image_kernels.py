@@ -58,7 +58,7 @@ def looked(s: Looked, on_gpu: bool) -> Kernel:
 def square(sight: Sight, patches: int) -> Picture:
     """Of an image whose patches are as many as the program's."""
     pixels, _ = sight.encoder.inputs["pixels"]
-    side = math.isqrt(patches) * pixels[0]
+    side = math.isqrt(patches) * pixels[-2]
     found = sight.prepare(np.zeros((side, side, 3), np.uint8))
     if found.patches != patches or patches > sight.sizes[-1]:
         raise ValueError(f"a square of {side} pixels makes {found.patches} patches, not {patches}")

@@ -4,6 +4,7 @@ conversation sends it, and their tokens in a prompt. No jax."""
 import collections
 import concurrent.futures
 import hashlib
+import math
 import os
 import threading
 import types
@@ -54,7 +55,8 @@ class Images:
         prompt has room for, above which no video is unpacked."""
         self.sight, self._limits, self._most = sight, dict(limits or {}), most
         self.token = tokenizer.decode([sight.token], skip_special=False)
-        self.video_token = tokenizer.decode([sight.videos.token], skip_special=False) if sight.videos else ""
+        mark = tokenizer.decode([sight.videos.token], skip_special=False) if sight.videos else ""
+        self.video_token = mark if mark and tokenizer.is_added(mark) else ""  # else it is a word, or none
         self._encode: Encode = tokenizer.encode
         self.threads = concurrent.futures.ThreadPoolExecutor(THREADS, "images")  # which start with the first image
         self._kept, self._bytes = kept, 0
@@ -78,7 +80,7 @@ class Images:
     def preparing_videos(self, how: Mapping[str, Any] | None) -> PrepareVideo:
         """The same of its videos. Raises ShardlmError too where the model reads none."""
         videos = self.sight.asked(how or {}).videos
-        if videos is None:
+        if videos is None or not self.video_token:
             raise ShardlmError("the prompt has videos, and this model reads text and images; send images of it")
         return videos.prepare
 
@@ -124,8 +126,7 @@ class Images:
     ) -> tuple[list[int], tuple[Placed, ...]]:
         """The tokens of a prompt with those of its images and videos, and where these are. Raises ShardlmError where it
         has more or fewer places for them than there are."""
-        videos = self.sight.videos
-        if videos and not clips and videos.token in ids:
+        if self.video_token and not clips and self.sight.videos.token in ids:
             raise ShardlmError(
                 f"the prompt has places for videos ({self.video_token}) and comes with none; give as many videos"
             )
@@ -135,7 +136,7 @@ class Images:
         """As `placed`, of images that are still to be prepared. Raises ShardlmError, and PromptTooLong as soon as
         there are above `most` tokens."""
         asked = self.sight.asked(given.how)
-        places = {self.sight.token, asked.videos.token} if asked.videos else {self.sight.token}
+        places = {self.sight.token, self.sight.videos.token} if self.video_token else {self.sight.token}
         if not given.media and places.isdisjoint(ids):  # as most prompts are
             return ids, ()
         read, tokens = {"image": [], "video": []}, 0
@@ -280,6 +281,11 @@ def _digest(kind: bytes, data: Any) -> bytes:
 
 
 def size_of(one: Prepared) -> int:
-    """Bytes."""
+    """Bytes; what an image repeats is there once."""
     pictures = one.pictures if isinstance(one, Clip) else (one,)
-    return sum(array.nbytes for picture in pictures for array in picture.inputs.values())
+    return sum(_bytes(array) for picture in pictures for array in picture.inputs.values())
+
+
+def _bytes(array: np.ndarray) -> int:
+    own = zip(array.shape, array.strides, strict=True)
+    return math.prod(length for length, step in own if step) * array.itemsize

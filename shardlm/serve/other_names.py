@@ -57,7 +57,7 @@ ENGINE = {
     "logprobs_mode": "log-probabilities are the model's own, before penalties and temperature (raw_logprobs)",
     "generation_config": "LLM takes the checkpoint's for prompts that come without SamplingParams",
     "override_generation_config": "give SamplingParams with the prompts",
-    "media_io_kwargs": "images are in RGB, on white where they are transparent",
+    "media_io_kwargs": "images are in RGB, on white where transparent; mm_processor_kwargs has num_frames and fps",
     "language_model_only": 'it is limit_mm_per_prompt={"image": 0}',
     "device": "JAX_PLATFORMS=cpu or cuda, in the environment, chooses it",
     "enable_expert_parallel": "it is mesh=MeshSpec(expert=N)",

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.vision.video import MOST_FRAMES, SAID, is_rate
 
 
 def number_asked(name: str, value: Any) -> int:
@@ -14,17 +15,16 @@ def number_asked(name: str, value: Any) -> int:
 
 
 def count_asked(how: Mapping[str, Any], name: str) -> int | None:
-    """Of frames. Raises ShardlmError for what counts none."""
-    if (value := how.get(name)) is not None and (type(value) is not int or value < 1):
-        raise ShardlmError(f"mm_processor_kwargs has {name}={value!r}; it is a number of frames, 1 or more")
+    """Of frames. Raises ShardlmError for what counts none, or more than are read."""
+    if (value := how.get(name)) is not None and (type(value) is not int or not 1 <= value <= MOST_FRAMES):
+        raise ShardlmError(f"mm_processor_kwargs has {name}={value!r}; it is a number of frames, 1 to {MOST_FRAMES}")
     return value
 
 
 def rate_asked(how: Mapping[str, Any]) -> float | None:
-    """`fps`. Raises ShardlmError for what is no number above 0."""
-    value = how.get("fps")
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6):
-        raise ShardlmError(f"mm_processor_kwargs has fps={value!r}; it is a number of frames a second above 0")
+    """`fps`. Raises ShardlmError for what is no number, or none that a video has."""
+    if (value := how.get("fps")) is not None and not is_rate(value):
+        raise ShardlmError(f"mm_processor_kwargs has fps={value!r}; it is a number of frames a second, {SAID}")
     return value
 
 

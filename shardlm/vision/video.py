@@ -12,7 +12,10 @@ from shardlm.errors import ShardlmError
 from shardlm.vision.picture import Clip
 from shardlm.vision.read import BadImage, check_size, pixels_of
 
-MOST_FRAMES = 4096  # that a list or an array may have: a model reads some hundreds
+MOST_FRAMES = 4096  # that a list or an array may have, and that may be asked for: a model reads some hundreds
+SLOWEST, FASTEST = 1e-2, 1e4  # frames a second: times that are counted from others would have no end
+MOST_SECONDS = 1e7  # 116 days, so that positions on an axis of time are integers of 32 bits
+SAID = f"{SLOWEST:g} to {FASTEST:g}"
 
 T = TypeVar("T")
 Encode = Callable[[str], Sequence[int]]  # a text -> its tokens
@@ -93,18 +96,25 @@ def _about(about: Any, count: int) -> Mapping[str, Any]:
         raise BadVideo(f"what is said beside a video's frames is a {type(about).__name__}; it is an object with fps")
     found = {name: about[name] for name in _KNOWN if about.get(name) is not None}
     rate, chosen, total = found.get("fps"), found.get("frames_indices"), found.get("total_num_frames")
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e6):
-        raise BadVideo(f"a video has fps={rate!r}; it is a number of frames a second above 0")
+    if rate is not None and not is_rate(rate):
+        raise BadVideo(f"a video has fps={rate!r}; it is a number of frames a second, {SAID}")
     if not isinstance(found.get("do_sample_frames", False), bool):
         raise BadVideo(f"a video has do_sample_frames={found['do_sample_frames']!r}; it is true or false")
     if total is not None and (type(total) is not int or total < count):
         raise BadVideo(f"a video has total_num_frames={total!r} and {count} frames; it is a number of at least these")
+    if rate is not None and (seconds := (total or count) / rate) > MOST_SECONDS:
+        raise BadVideo(f"a video of fps={rate!r} would last {seconds:g} seconds; at most {MOST_SECONDS:g} are read")
     if chosen is not None:
         chosen = [int(i) for i in chosen] if isinstance(chosen, list | tuple | np.ndarray) else None
         if chosen is None or len(chosen) != count or any(i < 0 for i in chosen) or sorted(chosen) != chosen:
             raise BadVideo(f"a video's frames_indices must be {count} numbers that ascend, one for each of its frames")
         found["frames_indices"] = chosen
     return found
+
+
+def is_rate(value: Any) -> bool:
+    """Whether it is a number of frames a second that a video has."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and SLOWEST <= value <= FASTEST
 
 
 def _size_of(frame: Any) -> tuple[int, int]:

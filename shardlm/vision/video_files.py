@@ -15,11 +15,13 @@ from PIL import Image
 
 from shardlm.errors import ShardlmError
 from shardlm.vision.read import MAX_PIXELS, check_size, decoded, pixels_of
-from shardlm.vision.video import BadVideo, Video, video_of_frames
+from shardlm.vision.video import SAID, BadVideo, Video, is_rate, video_of_frames
 
 MAX_BYTES = 128 * 2**20  # of a file; a request's body has its own bound
 MAX_FRAMES = 2**17  # an hour of 30 a second has 108,000
-MAX_SECONDS = 30.0  # that reading one may take: frames before a wanted one are unpacked too, some 200 of 1080p a second
+# That reading one may take: frames before a wanted one are unpacked too, 300 of 1080p in a second of a core.
+MAX_SECONDS = 60.0
+DECODERS = 4  # threads that unpack one film, of which several may be read at once
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "theora")
 KNOWN = "MP4, MOV, WebM, Matroska, AVI, GIF, APNG and WebP"
 _FRAMES_URL = "data:video/jpeg;base64,"  # vLLM's for frames, with commas between
@@ -131,8 +133,9 @@ def _film(file: bytes, kind: str) -> Video:
         if first is None or not count:
             raise BadVideo("a video's file has no frame that can be shown; write it anew")
         size = first().shape[:2]
-    if not rate:
-        raise BadVideo("a video's file does not say how many frames a second it has; write it anew")
+    if not rate or not is_rate(float(rate)):
+        said = f"has {float(rate):g}" if rate else "does not say how many"
+        raise BadVideo(f"a video's file {said} frames a second; it is {SAID}. Write it anew")
     read = functools.partial(_read, functools.partial(_frames, file, kind), size)
     return Video(count, size, float(rate), read, of_file=True)
 
@@ -157,7 +160,7 @@ def _opened(file: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
             raise BadVideo(f"a video is coded as {name}; it is one of {', '.join(CODECS)}")
         check_size(codec.width, codec.height)
         codec.options = bound
-        codec.thread_count = 1  # videos are read side by side
+        codec.thread_type, codec.thread_count = "AUTO", DECODERS
         yield container, stream
 
 
@@ -185,7 +188,7 @@ def _animation(file: bytes, kind: str) -> Video:
             milliseconds += image.info.get("duration", 0)
             size = size or image.size[::-1]
     rate = 1000 * count / milliseconds if milliseconds else None
-    if rate is None:
+    if rate is None or not is_rate(rate):
         raise BadVideo(f"a video's {kind} file does not move; send it as an image")
     read = functools.partial(_read, functools.partial(_unpacked, file, kind), size)
     return Video(count, size, rate, read, of_file=True)

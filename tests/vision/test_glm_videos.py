@@ -54,6 +54,7 @@ def test_frames_are_those_of_transformers():
 
 
 def test_sizes_are_those_of_transformers():
+    pytest.importorskip("transformers", reason="transformers' processors are asked")
     [theirs] = functions_of("glm4v/video_processing_glm4v.py", "smart_resize")
     for height, width in ((480, 640), (1080, 1920), (20, 33), (1000, 60)):
         for count in (2, 12, 600):

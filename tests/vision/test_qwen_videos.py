@@ -46,6 +46,7 @@ def test_frames_are_those_of_transformers():
 
 
 def test_sizes_are_those_of_transformers():
+    pytest.importorskip("transformers", reason="transformers' processors are asked")
     [one] = functions_of("qwen2_vl/image_processing_qwen2_vl.py", "smart_resize")
     [every] = functions_of(PROCESSORS[True], "smart_resize")
     for height, width in ((480, 640), (1080, 1920), (20, 33), (1000, 60), (90, 400)):
@@ -60,6 +61,7 @@ def test_sizes_are_those_of_transformers():
 
 def test_bounds_on_all_frames():
     """cap_pixels_per_frame, with the formulas of transformers' `resize`."""
+    pytest.importorskip("transformers", reason="transformers' processors are asked")
     capped = videos(False, cap_pixels_per_frame=True)
     total, most = int(128_000 * 28 * 28 * 0.9), 768 * 28 * 28
     for count in (10, 700):
@@ -73,7 +75,13 @@ def test_bounds_on_all_frames():
         assert capped.size(count, 1080, 1920) == resize(count, 1080, 1920, 2, 32, 4096, share)
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+OFTEN = ("qwen2_5_vl", "qwen3_vl")  # the others repeat these
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*OFTEN, *(pytest.param(kind, marks=pytest.mark.wide) for kind in ("qwen2_vl", "qwen3_5", "exaone4_5"))],
+)
 def made(request, tmp_path_factory):
     return folder_of(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -152,7 +160,9 @@ def test_what_cannot_be_asked():
     own = videos(True)
     for how, message in (
         ({"fps": 2, "num_frames": 4}, "fps=2 and num_frames=4; give one"),
-        ({"fps": 0}, "fps=0; it is a number of frames a second above 0"),
+        ({"fps": 0}, "fps=0; it is a number of frames a second, 0.01 to 10000"),
+        ({"fps": 1e300}, "it is a number of frames a second"),
+        ({"num_frames": 10**9}, "num_frames=1000000000; it is a number of frames, 1 to 4096"),
         ({"num_frames": 2.5}, r"num_frames=2.5; it is a number of frames"),
         ({"max_frames": 0}, "max_frames=0"),
         ({"do_sample_frames": 1}, "do_sample_frames=1; it is true or false"),

@@ -8,7 +8,7 @@ from shardlm import LLM
 
 # DeepStack and three axes in a video, both directions: the others are wide.
 ALWAYS = ("gemma3", "qwen3_vl-video")
-WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in references.NAMES if name not in ALWAYS]
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in references.EVERY if name not in ALWAYS]
 
 
 @pytest.mark.parametrize("name", [*ALWAYS, *WIDE])

@@ -98,8 +98,10 @@ def test_what_cannot_be_is_refused(family, llm):
         asked(llm, [([1, IMG], [FIRST, SECOND])])
     with pytest.raises(ShardlmError, match=r"Shorten it by [0-9]*, send fewer or smaller images, or raise"):
         asked(llm, [([1, IMG, *[9] * 300], [FIRST])])
-    with pytest.raises(ShardlmError, match="images alone are read"):
+    with pytest.raises(ShardlmError, match="this model reads images and no videos; leave those out"):
         LLM(family.folder, limit_mm_per_prompt={"video": 1}, **SIZES)
+    with pytest.raises(ShardlmError, match="images and videos are read"):
+        LLM(family.folder, limit_mm_per_prompt={"audio": 1}, **SIZES)
 
 
 def test_text_alone(family, expected):

@@ -9,7 +9,9 @@ import httpx2
 import numpy as np
 import pytest
 import references
+from commands import run
 from films import file_of, film
+from PIL import Image
 from served import SIZES, asked, held_to_references, replies
 
 from shardlm import LLM, SamplingParams
@@ -180,7 +182,7 @@ def test_beside_all_else(folder, options):
 
 @pytest.mark.wide
 def test_who_is_preempted_reads_its_videos_again(folder):
-    tight = LLM(folder, **SIZES | {"enable_prefix_caching": False}, kv_cache_bytes=90 * 2048)
+    tight = LLM(folder, **SIZES | {"enable_prefix_caching": False}, kv_cache_bytes=80 * 1024)
     more = asked(tight, ASKS * 3, count=24)
     assert tight.engine.scheduler.preemptions > 0
     assert [reply[:6] for reply in replies(more)] == SAID * 3
@@ -190,9 +192,24 @@ def test_who_is_preempted_reads_its_videos_again(folder):
 def test_a_small_encoder_cache_lets_prompts_wait(llm, monkeypatch):
     cache = llm.engine.scheduler._holdings.encoder_cache
     llm.engine.reset_prefix_cache()
-    monkeypatch.setattr(cache, "_free", cache._free[-70:])
+    monkeypatch.setattr(cache, "_free", cache._free[-100:])
     assert replies(asked(llm, ASKS)) == SAID
     llm.engine.reset_prefix_cache()
+
+
+@pytest.mark.wide
+def test_the_command_line(llm, tmp_path):
+    """`python -m launch.generate --video`, of an animation, which Pillow reads."""
+    path, images = tmp_path / "a.gif", [Image.fromarray(frame) for frame in film(16, 24, 40)]
+    images[0].save(path, save_all=True, append_images=images[1:], duration=120)
+    own = (f"--checkpoint={llm.folder}", "--prompt=t21 t22", f"--video={path}")
+    found = run("launch.generate", *own, "--chat", "--temperature=0", "--max_new_tokens=6")
+    content = [{"type": "video", "path": path}, {"type": "text", "text": "t21 t22"}]
+    [expected] = llm.chat([{"role": "user", "content": content}], SamplingParams(temperature=0, max_tokens=6))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == expected.outputs[0].text.strip()
+    refused = run("launch.generate", *own)
+    assert refused.returncode == 1 and "--video is a part of a chat's message" in refused.stderr
 
 
 def test_pictures_of_a_still_film_are_read_once(llm):

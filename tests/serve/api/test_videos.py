@@ -161,7 +161,8 @@ def test_prompts_in_memory(llm):
         (FRAMES[0], r"it is uint8 \[frames, height, width, 3\]"),
         ("/none.mp4", "the video /none.mp4 cannot be read"),
         ([FRAMES[0], FRAMES[1][:16]], "frame 1 of a video has 48 x 16 pixels and the first 48 x 32"),
-        ((FRAMES, {"fps": 0}), "a video has fps=0; it is a number of frames a second above 0"),
+        ((FRAMES, {"fps": 0}), "a video has fps=0; it is a number of frames a second, 0.01 to 10000"),
+        ((FRAMES, {"fps": 1, "total_num_frames": 10**9}), r"would last 1e\+09 seconds; at most 1e\+07 are read"),
         ((FRAMES, {"frames_indices": [2, 1, 0]}), "frames_indices must be 3 numbers that ascend"),
     ):
         with pytest.raises(ShardlmError, match=words):
