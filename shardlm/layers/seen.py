@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 # Of packed rows that images stand in (Packed.of_rows).
 VECTORS, SEEN, TURNS, UNTIL = "vectors", "seen", "turns", "until"
+BEFORE = "vectors_before"  # as VECTORS, by the encoder as it was before training
 
 
 @jax.tree_util.register_dataclass

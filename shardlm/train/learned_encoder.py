@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,14 @@ def split_as(shape: tuple[int, ...], table: Table) -> tuple[str, ...]:
         if fits and ways > 1:
             found[max(fits, key=lambda i: shape[i])] = name
     return tuple(found)
+
+
+class Compared(NamedTuple):
+    """Of an encoder that is trained on preferences: what reads now, or what is not trained of that; and what read
+    before."""
+
+    now: Tree
+    before: Tree
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -181,11 +189,6 @@ def check_encoder(config: RunConfig) -> None:
     if config.grpo.reward:
         raise ShardlmError(
             f"{what} with grpo.reward: replies are sampled with the encoder as it was; leave grpo.reward out, {instead}"
-        )
-    if config.preference.beta:
-        raise ShardlmError(
-            f"{what} with preference.beta={config.preference.beta}: the reference would see by the encoder as it is, "
-            f"not as it was; set preference.beta to 0, {instead}"
         )
     if config.pipeline.schedule == "1f1b" and config.mesh.pipeline > 1:
         raise ShardlmError(

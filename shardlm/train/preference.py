@@ -12,6 +12,7 @@ from shardlm.data.packing import MAX_PAIRS
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.packed import Packed
+from shardlm.layers.seen import BEFORE, VECTORS
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.cross_entropy import token_nll
 from shardlm.ops.preference import pair_sums, preference_loss
@@ -27,7 +28,8 @@ class Preference:
     answer than the reference does.
 
     reference  the model as it was, whose weights are `TrainState.frozen`: without adapters the weights that training
-               began from, with adapters those that they stand on
+               began from, with adapters those that they stand on; beside an encoder of images that is trained batches
+               have the vectors of the one that was
     """
 
     config: PreferenceConfig
@@ -58,7 +60,8 @@ class Preference:
         """Besides the auxiliary ones, the parts are sums over pairs of the metrics that `metrics` names."""
         batch, weights = in_order((batch, weights), model.execution)
         nll, aux = token_nll_of(model, params, batch, weights["tokens"])
-        before, _ = token_nll_of(self.reference, model.frozen, batch, weights["tokens"])
+        was = batch | {VECTORS: batch[BEFORE]} if BEFORE in batch else batch
+        before, _ = token_nll_of(self.reference, model.frozen, was, weights["tokens"])
         segments, scored = batch["segment_ids"], batch["loss_mask"]
         sums = functools.partial(pair_sums, segment_ids=segments, most=MAX_PAIRS)
         chosen, rejected = (self.config.beta * gain for gain in sums((before - nll) * scored))

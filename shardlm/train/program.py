@@ -76,7 +76,7 @@ class Program:
         check_images(config, self.model.config, sight, self.model.execution.context_attention)
         shape, width = (len(self.slots), config.train.seq_len), self.model.config.embed_dim
         how = self.batch_sharding, shape, width, self.model.execution.dtype, config.train.encoder, self.rules
-        seeing = Seeing.make(sight, *how)
+        seeing = Seeing.make(sight, *how, compares=config.preference.beta > 0)
         if not seeing.learned:
             return dataclasses.replace(self, seeing=seeing)
         with jax.set_mesh(self.mesh):

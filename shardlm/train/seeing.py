@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, holds_weights
-from shardlm.layers.seen import SEEN, TURNS, UNTIL, VECTORS
+from shardlm.layers.seen import BEFORE, SEEN, TURNS, UNTIL, VECTORS
 from shardlm.mesh import shard_map
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
@@ -24,7 +24,7 @@ from shardlm.optim import ENCODER
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.train.config import RunConfig
-from shardlm.train.learned_encoder import Learned, in_use, learn, no_sums, parts_of, sums_of
+from shardlm.train.learned_encoder import Compared, Learned, in_use, learn, no_sums, parts_of, sums_of
 from shardlm.train.looks import Look, Readers
 from shardlm.vision.encoder import Encoder
 from shardlm.vision.parts import EncoderPart
@@ -44,6 +44,7 @@ class Seeing:
     shape    (B, T) of the arrays on the devices
     width    numbers of a vector
     learned  what is trained of the encoder, None: nothing
+    compares whether what is trained is compared with what it was (train/preference.py)
     """
 
     sight: Sight
@@ -52,6 +53,7 @@ class Seeing:
     shape: tuple[int, int]
     width: int
     learned: Learned | None = None
+    compares: bool = False
 
     @classmethod
     def make(
@@ -63,12 +65,14 @@ class Seeing:
         dtype,
         part: EncoderPart = "frozen",
         rules: Rules | None = None,
+        compares: bool = False,
     ) -> "Seeing":
         """Of a model whose stream has this width, computed with in `dtype`; `rules` say where the `part` of it rests
-        that is trained. Raises ShardlmError where it has none."""
+        that is trained, and `compares` whether that is compared with what it was. Raises ShardlmError where it has
+        none."""
         encoder = Encoder.make(sight.encoder, dtype, rows.mesh, learns=part == "all")
         learned = Learned.make(encoder, part, rules, rows.mesh) if part != "frozen" else None
-        return cls(sight, encoder, rows, shape, (1 + sight.deep) * width, learned)
+        return cls(sight, encoder, rows, shape, (1 + sight.deep) * width, learned, bool(learned) and compares)
 
     @property
     def mesh(self) -> Mesh:
@@ -92,6 +96,8 @@ class Seeing:
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What a batch holds besides tokens."""
         arrays = {SEEN: ((), jnp.int32), VECTORS: ((self.width,), self.encoder.execution.dtype)}
+        if self.compares:
+            arrays[BEFORE] = arrays[VECTORS]
         if self.sight.axes:
             arrays[TURNS] = (3,), jnp.int32
         if self.sight.whole:
@@ -110,9 +116,10 @@ class Seeing:
         return Readers(self.sight, groups, each, slots, here)
 
     def load(self, folder: str) -> Any:
-        """The weights of the encoder that no step changes, of a checkpoint's folder."""
+        """The weights of the encoder that no step changes, of a checkpoint's folder; Compared, where there is to be."""
         shapes = self.encoder.shapes
-        return self._load(folder, parts_of(self.learned, shapes)[1] if self.learned else shapes)
+        still = self._load(folder, parts_of(self.learned, shapes)[1] if self.learned else shapes)
+        return Compared(still, self._load(folder, shapes)) if self.compares else still
 
     def load_trained(self, folder: str) -> Any:
         """Those that are trained, as they begin: float32, where they rest."""
@@ -126,24 +133,35 @@ class Seeing:
 
     def eyes(self, params: Any, still: Any) -> Any:
         """The weights that read, of trained parameters (a state's) and of what `load` gives."""
-        return in_use(self.encoder, params[ENCODER], still) if self.learned else still
+        if not self.learned:
+            return still
+        if self.compares:
+            return Compared(in_use(self.encoder, params[ENCODER], still.now), still.before)
+        return in_use(self.encoder, params[ENCODER], still)
 
     def __call__(self, eyes: Any, looks: Sequence[Look]) -> dict[str, jax.Array]:
         """A batch's "seen", "vectors" and, where the tokens of an image see all of it, "until", under the run's
-        mesh."""
-        vectors = _nothing(self)
-        for look in looks:
-            vectors = _read(self, eyes, vectors, *self._arguments(look))
+        mesh; and what was seen before, where there is a comparison."""
+        now, before = eyes if isinstance(eyes, Compared) else (eyes, None)
         taken = [one for look in looks for one in look.taken]
-        found = {VECTORS: vectors, SEEN: self._by_row(taken, lambda one: 1, 0)}
+        found = {VECTORS: self._vectors(now, looks), SEEN: self._by_row(taken, lambda one: 1, 0)}
+        if self.compares:
+            found[BEFORE] = self._vectors(before, looks)
         if self.sight.whole:
             found[UNTIL] = self._by_row(taken, lambda one: one.takes[-1], np.arange(self.shape[1]))
         return found
 
+    def _vectors(self, params: Any, looks: Sequence[Look]) -> jax.Array:
+        vectors = _nothing(self)
+        for look in looks:
+            vectors = _read(self, params, vectors, *self._arguments(look))
+        return vectors
+
     def gradients(self, eyes: Any, looks: Sequence[Look], wanted: jax.Array) -> Any:
         """Sums of the gradients of what is trained of the encoder on each device (learned_encoder.sums_of), of the
         images that `__call__` read with the same weights, from those of the vectors."""
-        sums, params = no_sums(self.learned, self.by_device), parts_of(self.learned, eyes)
+        now = eyes.now if self.compares else eyes
+        sums, params = no_sums(self.learned, self.by_device), parts_of(self.learned, now)
         for look in looks:
             sums = learn(self, params, sums, *self._arguments(look), wanted)
         return sums

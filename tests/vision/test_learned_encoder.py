@@ -26,7 +26,6 @@ from shardlm.train.config import (
     GrpoConfig,
     LocalSgdConfig,
     PipelineConfig,
-    PreferenceConfig,
     RunConfig,
     SlowLinkConfig,
     TrainConfig,
@@ -191,7 +190,6 @@ def test_every_family_learns(name, tmp_path):
         ({"model": LlamaConfig()}, "the model is no checkpoint that sees; set model to Pretrained"),
         ({"data": DataConfig()}, "without data.chat_template: texts have no images; set data.chat_template"),
         ({"grpo": GrpoConfig(reward=("a.py:b",))}, "replies are sampled with the encoder as it was; leave grpo.reward"),
-        ({"preference": PreferenceConfig(beta=0.1)}, "the reference would see by the encoder as it is, not as it was"),
         (
             {"pipeline": PipelineConfig("1f1b"), "mesh": MeshSpec(pipeline=2)},
             "its backward pass gives no gradients of images; set pipeline.schedule to circular or gpipe",

@@ -115,8 +115,9 @@ def by_transformers(model, home, document) -> np.ndarray:
 
 
 @pytest.mark.wide
-def test_preferences_with_images_are_the_formula(home, tmp_path):
-    """Of what engines say of both answers, by the run and by the checkpoint that it began with."""
+@pytest.mark.parametrize("encoder", ["frozen", "projector", "all"])
+def test_preferences_with_images_are_the_formula(encoder, home, tmp_path):
+    """Of what engines say of both answers, by the run and by the checkpoint that it began with, each by its encoder."""
     lines = [json.loads(line) for line in (home / "validation.jsonl").read_text().splitlines()]
     pairs = [{"prompt": one["messages"][:1], "chosen": one["messages"][1:]} for one in lines]
     wrong = [{"role": "assistant", "content": "A square."}]
@@ -124,7 +125,7 @@ def test_preferences_with_images_are_the_formula(home, tmp_path):
     found = config_of(home, tmp_path / "run", preference=PreferenceConfig(beta=0.5))
     files = (str(home / "pairs.jsonl"),)
     data = dataclasses.replace(found.data, train=files, validation=files, packing="pairs")
-    train = dataclasses.replace(found.train, seq_len=192)
+    train = dataclasses.replace(found.train, seq_len=192, encoder=encoder)
     logged = trained(dataclasses.replace(found, data=data, train=train))
     assert logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     both = documents(home, "pairs", sight_of(home / "model", Pretrained(str(home / "model")).options), pair)
