@@ -24,6 +24,17 @@ PREPARING = "preprocessor_config.json"
         ("lfm2_vl", PREPARING, {"max_image_tokens": -1}, "a value that nothing can be made of"),
         ("cohere2_vision", "config.json", {"downsample_factor": -1}, "a value that nothing can be made of"),
         ("llava_next-granite", "config.json", {"vision_config": {"patch_size": 10**9}}, "nothing can be made of"),
+        ("aya_vision", "config.json", {"downsample_factor": -1}, "nothing can be made of"),
+        ("deepseek_vl", PREPARING, {"min_size": "small"}, "a value that nothing can be made of"),
+        ("gemma4_unified", "config.json", {"vision_config": {"pooling_kernel_size": -1}}, "pooling_kernel_size=2, and"),
+        ("ovis2", "config.json", {"vision_config": {"hidden_stride": 0}}, "nothing can be made of"),
+        ("ovis2", PREPARING, {"max_patches": 10**9}, "max_patches=1000000000 tiles of 16 pixels"),
+        (
+            "paligemma-second",
+            "config.json",
+            {"vision_config": {"image_size": -4}},
+            "nothing can be made of|resizes images",
+        ),
         ("glm4v", "config.json", {"vision_config": {"image_size": float("nan")}}, "nothing can be made of"),
     ],
 )

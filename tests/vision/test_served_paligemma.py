@@ -25,6 +25,7 @@ def folder(tmp_path_factory):
     return references.folder(NAME, tmp_path_factory.mktemp(NAME))
 
 
+@pytest.mark.wide
 def test_prompts_that_are_not_read_at_once_are_refused(folder):
     llm = LLM(folder, **SIZES)
     ids, images = references.asks(NAME)[1]

@@ -15,7 +15,7 @@ from served import SIZES, Family, asked, held_to_transformers, replies
 from shardlm import LLM
 from shardlm.hf_files import Folder
 from shardlm.mesh import MeshSpec
-from shardlm.serve import pool_size
+from shardlm.serve import memories, pool_size
 from shardlm.serve.snapshots import Snapshots
 from shardlm.train.convert import to_hf
 
@@ -66,6 +66,7 @@ def test_a_thinker_inside_of_what_speaks_too(tmp_path):
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen4_exp"])
 def test_beginnings_of_what_remembers_are_found_with_their_images(kind, tmp_path, monkeypatch):
     """Behind an image too, where copies of memories are made of shorter texts than usual."""
+    monkeypatch.setattr(memories, "LEAST", 8)
     monkeypatch.setattr(pool_size, "Snapshots", functools.partial(Snapshots, least=8, tail=1))
     llm = LLM(references.folder(kind, tmp_path), **SIZES)
     asks, said = references.asks(kind), [one["reply"] for one in references.said(kind)]
