@@ -13,7 +13,8 @@ Path = tuple
 # too, as ms-swift's aligners; not LLaVA-NeXT's image_newline, GLM's downsample and Llama 4's vision_adapter, which
 # other trainers count with the tower.
 PROJECTOR = re.compile(
-    r"(multi_modal_projector|mm_projector|embed_vision|connector|projector|visual\.(merger|deepstack_merger_list))\."
+    r"((multi_modal_projector|mm_projector|embed_vision|connector|projector|aligner|visual_embeddings_table)\."
+    r"|visual\.(merger|merger_list|deepstack_merger_list)\.|vision_tower\.head_(linear|norm)\.)"
 )
 # Numbers of a checkpoint that are no weights: buffers of transformers' (limits and standards of Gemma 4).
 BUFFER = re.compile(r"\.(input|output)_(min|max)$|^vision_tower\.std_")
