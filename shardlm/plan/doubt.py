@@ -117,7 +117,7 @@ def _of_newest(sketch: Sketch) -> dict[str, bool]:
     there = {
         "mixtures that are added a layer later, which over expert needed 8% less (1 compiled program)": (
             any(isinstance(one.streams, ShortcutConfig) for one in kinds),
-            (),
+            ("tensor",),
         ),
         "lightning attention": (any(isinstance(one.attention, LightningConfig) for one in kinds), ("expert",)),
         "kv heads that choose blocks for themselves, which over tensor needed 6% less (1 compiled program)": (
