@@ -28,6 +28,7 @@ ASKS = [
     ([1, 20, 92, IMAGE, 93, 21, 33], [FIRST]),
     ([7, 8, 9], []),
 ]
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 MESHED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen4_exp")
 PLAIN, WIDE = ("qwen2_5_vl", "qwen3_vl"), pytest.mark.wide  # windows and axes; DeepStack
 
@@ -73,3 +74,14 @@ def test_beginnings_of_what_remembers_are_found_with_their_images(kind, tmp_path
     for found in (False, True):
         outputs = asked(llm, asks, len(said[0]))
         assert replies(outputs) == said and (outputs[1].num_cached_tokens > 60) == found
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "options", [{"speculative_config": DRAFTS}, {"deterministic": True}, {"kv_cache_dtype": "int8"}]
+)
+def test_qwen4_however_it_is_served(options, tmp_path):
+    """Places on axes go with drafts, with tokens in turn, and beside keys in 8 bits."""
+    llm = LLM(references.folder("qwen4_exp", tmp_path), **SIZES | options)
+    said = [one["reply"] for one in references.said("qwen4_exp")]
+    assert replies(asked(llm, references.asks("qwen4_exp"), len(said[0]))) == said
