@@ -201,14 +201,16 @@ def finished(run: "Run", state: TrainState, command: str) -> None:
     curve = plot_curves(config.run_dir, references, run.program.objective.counted.removesuffix("s"))
     run.say(str(run.goodput.summary()))
     run_dir = pathlib.Path(config.run_dir)
-    prompt = shlex.quote(config.train.sample_prompt or "Once upon a time")
-    chat = "--chat " if config.data.chat_template else ""
+    sees = run.program.seeing is not None
+    prompt = config.train.sample_prompt or ("What is in the picture?" if sees else "Once upon a time")
+    chat, shown = "--chat " if config.data.chat_template else "", "--image=FILE " if sees else ""
     run.say(
         f"checkpoint: {run_dir / CHECKPOINTS / str(run.step)}\n"
         f"curves:     {curve} and {run_dir / 'metrics.jsonl'}; "
         f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))} (pip install tensorboard)\n"
         f"resume:     {with_steps(command, 2 * run.step)}\n"
-        f"generate:   {python()} -m launch.generate --checkpoint={shlex.quote(str(run_dir))} {chat}--prompt={prompt}"
+        f"generate:   {python()} -m launch.generate --checkpoint={shlex.quote(str(run_dir))} {chat}{shown}"
+        f"--prompt={shlex.quote(prompt)}"
     )
 
 

@@ -48,8 +48,9 @@ def scored(home, checkpoint) -> float:
 
 
 @pytest.mark.wide
-def test_a_run_is_scored_and_served_as_it_was_trained(home, asked, tmp_path):
+def test_a_run_is_scored_and_served_as_it_was_trained(home, asked, tmp_path, capsys):
     logged = trained(config_of(home, tmp_path / "run"))
+    assert "--chat --image=FILE --prompt='What is in the picture?'" in capsys.readouterr().out
     loss = validation_loss(logged)
     assert loss < logged[0]["loss"] - 0.5  # it learns something
     assert scored(home, tmp_path / "run") == pytest.approx(loss, abs=1e-6)
