@@ -10,6 +10,7 @@ arrays there are at each is read from the buffer assignments of the programs in 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from shardlm.plan import adapted, compressed_memory, linear_memory
@@ -101,8 +102,10 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     found["experts"] = zeros
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch. Without a loop over layers nothing is added to zeros, and a
-        # layer's gradients come as what it kept goes.
-        own = parts.resting if sketch.loops else 0
+        # layer's gradients come as what it kept goes; but on one GPU, which exchanges none, they wait where a run does
+        # not ask for that (E2B's layers, none like another: 18.1 GiB foreseen without them, 19.2 compiled).
+        alone = sketch.config.unroll and math.prod(sketch.mesh.sizes().values()) == 1
+        own = parts.resting if sketch.loops or alone else 0
         found["gradients"] = parts.resting + own + parts.around if sketch.passes > 1 else own
         # Zeros of the gradient of layers' inputs, which are made before the loss and filled when all layers are done.
         found["inputs"] = itemsize(sketch) * _of_inputs(sketch, sketch.rules.use)

@@ -14,7 +14,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 import shardlm
 from shardlm.serve.media import SHOWN, MediaRules, too_large
-from shardlm.vision.read import MAX_BYTES, BadImage
+from shardlm.vision.read import BadImage
 
 REDIRECTS = 5
 _MOVED = (301, 302, 303, 307, 308)
@@ -24,7 +24,7 @@ _EMBEDDING = (ipaddress.ip_network("2002::/16"), ipaddress.ip_network("64:ff9b::
 _HEADERS = {"user-agent": f"shardlm/{shardlm.__version__}", "accept": "image/*, video/*", "accept-encoding": "identity"}
 
 
-async def fetched(address: str, rules: MediaRules, most: int = MAX_BYTES) -> bytes:
+async def fetched(address: str, rules: MediaRules, most: int) -> bytes:
     """A file of at most so many bytes. Raises BadImage."""
     try:
         async with asyncio.timeout(rules.media_seconds):

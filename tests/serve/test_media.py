@@ -171,9 +171,9 @@ def test_redirections_are_looked_at_too(server, port):
 
 
 def test_sizes_and_times(server, port, monkeypatch):
-    monkeypatch.setattr(media_http, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(media, "MAX_BYTES", 2**20)
     for path in ("large", "told"):
-        with pytest.raises(BadImage, match=rf"/{path} has more than 33554432 bytes; send a smaller"):
+        with pytest.raises(BadImage, match=rf"/{path} has more than 1048576 bytes; send a smaller"):
             fetch(f"http://localhost:{port}/{path}", HERE)
     assert server.sent < 32 * 2**20
     with pytest.raises(BadImage, match=r"had not come after 0.3 seconds; send the image itself"):
