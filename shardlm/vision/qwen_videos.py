@@ -96,6 +96,9 @@ class QwenVideos:
         bounds = {"shortest_edge": how.get("min_pixels"), "longest_edge": how.get("max_pixels")}
         edges = {name: bounds[name] or size.get(name) for name in EDGES}
         fewest, most = (number_asked(name, edges[name]) if edges[name] else own for name, own in self._edges())
+        # Images have the same names and other bounds: what is asked of them moves the one that is not asked for.
+        fewest = fewest if edges["shortest_edge"] else min(fewest, most)
+        most = most if edges["longest_edge"] else max(fewest, most)
         unit = (self.images.patch * self.images.merge) ** 2
         if most < max(unit, fewest):
             raise ShardlmError(
@@ -171,10 +174,9 @@ class QwenVideos:
             longest = min(self.most_frames, count) // frames * frames
             number = min(max(count / video.rate * rate, self.least_frames), longest, count)
             number = math.floor(number / frames) * frames
+        number = number or min(frames, count)  # of one picture, where not even that was asked for
         if number > count:
             raise ShardlmError(f"num_frames={number} of a video of {count} frames; ask for fewer")
-        if not number:  # of a video of one frame
-            return list(range(count))
         steps = (np.arange(number) * (count / number)).astype(np.float32)
         return np.minimum(steps.astype(int), count - 1).tolist()
 

@@ -156,6 +156,18 @@ def test_other_numbers_than_those_of_images():
         videos(True, image_mean=[0.1] * 3)
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_bounds_that_are_asked_of_images(timed):
+    """They have the same names, and may be below, or above, those of videos."""
+    own = videos(timed)
+    for how in ({"max_pixels": 64 * 28 * 28}, {"min_pixels": 1024 * 28 * 28}, {"size": {"longest_edge": 50_176}}):
+        found = own.asked(how)
+        [value] = how.get("size", how).values()
+        assert value in (found.fewest, found.most) and found.fewest <= found.most
+    with pytest.raises(ShardlmError, match="makes videos of 9000 to 8000 pixels"):
+        own.asked({"min_pixels": 9000, "max_pixels": 8000})
+
+
 def test_what_cannot_be_asked():
     own = videos(True)
     for how, message in (
@@ -171,6 +183,9 @@ def test_what_cannot_be_asked():
     ):
         with pytest.raises(ShardlmError, match=message):
             own.asked(how)
+    assert videos(False).asked({"num_frames": 1}).sampled(video(90, 2.0)) == [0, 45]  # and not all
+    assert videos(False).asked({"max_frames": 1}).sampled(video(90, 2.0)) == [0, 45]
+    assert videos(False).asked({"num_frames": 1}).sampled(video(1, 2.0)) == [0]
     with pytest.raises(ShardlmError, match="num_frames=10 of a video of 4 frames; ask for fewer"):
         videos(False).asked({"num_frames": 10}).sampled(video(4, 2.0))
     with pytest.raises(ShardlmError, match="nobody says how many a second they are; give its fps"):
