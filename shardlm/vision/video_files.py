@@ -6,7 +6,6 @@ time. No jax."""
 import contextlib
 import functools
 import io
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,12 +14,10 @@ from PIL import Image
 
 from shardlm.errors import ShardlmError
 from shardlm.vision.read import MAX_PIXELS, check_size, decoded, pixels_of
-from shardlm.vision.video import SAID, BadVideo, Video, is_rate, video_of_frames
+from shardlm.vision.video import SAID, BadVideo, Video, check_frames, in_time, is_rate, video_of_frames
 
 MAX_BYTES = 128 * 2**20  # of a file; a request's body has its own bound
 MAX_FRAMES = 2**17  # an hour of 30 a second has 108,000
-# That reading one may take: frames before a wanted one are unpacked too, 300 of 1080p in a second of a core.
-MAX_SECONDS = 60.0
 DECODERS = 4  # threads that unpack one film, of which several may be read at once
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "theora")
 KNOWN = "MP4, MOV, WebM, Matroska, AVI, GIF, APNG and WebP"
@@ -34,6 +31,7 @@ T = TypeVar("T")
 def video_of_url(url: str) -> Video:
     """Of data:video/mp4;base64,... or of frames, data:video/jpeg;base64,FRAME,FRAME. Raises BadVideo."""
     if url[: len(_FRAMES_URL)].lower() == _FRAMES_URL:
+        check_frames(url.count(",", len(_FRAMES_URL)) + 1)
         return video_of_frames([decoded(one) for one in url[len(_FRAMES_URL) :].split(",")])
     head, comma, data = url.partition(",")
     if url[:5].lower() != "data:" or not comma or not head.lower().endswith(";base64"):
@@ -74,17 +72,14 @@ def _broken(error: Exception) -> BadVideo:
     return BadVideo(f"a video's file cannot be read: {type(error).__name__}: {error!s:.200}")
 
 
-def _in_time() -> Callable[[int], None]:
+def _in_bounds() -> Callable[[int], None]:
     """A function to call with the number of frames so far. Raises BadVideo where there are too many, or time is up."""
-    end = time.monotonic() + MAX_SECONDS
+    timely = in_time()
 
     def check(frames: int) -> None:
         if frames > MAX_FRAMES:
             raise BadVideo(f"a video has more than {MAX_FRAMES} frames; cut it")
-        if time.monotonic() > end:
-            raise BadVideo(
-                f"{frames} frames of a video took more than {MAX_SECONDS:g} seconds; cut it, or make it smaller"
-            )
+        timely(frames)
 
     return check
 
@@ -94,7 +89,7 @@ def _read(
 ) -> list[T]:
     """What is made of frames by their numbers, ascending. `frames()`: a context of an iterator over functions that
     unpack one each."""
-    wanted, found, check = set(indices), {}, _in_time()
+    wanted, found, check = set(indices), {}, _in_bounds()
     try:
         with frames() as every:
             for number, pixels in enumerate(every):
@@ -119,11 +114,11 @@ def _read(
 
 
 def _film(file: bytes, kind: str) -> Video:
-    check = _in_time()
+    check = _in_bounds()
     with _opened(file, kind) as (container, stream):
-        count = 0
+        count, coding = 0, stream.codec_context.codec.canonical_name
         for packet in container.demux(stream):
-            count += packet.size > 0
+            count += _is_shown(packet, coding)
             check(count)
         told = stream.frames  # 0 where the file does not say; packets are there in any case
         count = min(count, told) if told > 0 else count
@@ -138,6 +133,12 @@ def _film(file: bytes, kind: str) -> Video:
         raise BadVideo(f"a video's file {said} frames a second; it is {SAID}. Write it anew")
     read = functools.partial(_read, functools.partial(_frames, file, kind), size)
     return Video(count, size, float(rate), read, of_file=True)
+
+
+def _is_shown(packet: Any, coding: str) -> bool:
+    """Whether a packet of PyAV gives a frame: not so of one that a cut left for those after it to stand on (an edit
+    list), nor of VP8's frames that others alone refer to, whose head says so (RFC 6386, 9.1)."""
+    return packet.size > 0 and not packet.is_discard and (coding != "vp8" or bool(memoryview(packet)[0] & 0x10))
 
 
 @contextlib.contextmanager
@@ -180,7 +181,7 @@ def _upright(frame: Any) -> np.ndarray:
 
 def _animation(file: bytes, kind: str) -> Video:
     with _shots(file, kind) as shots:
-        count, milliseconds, size, check = 0, 0, None, _in_time()
+        count, milliseconds, size, check = 0, 0, None, _in_bounds()
         for shot in shots:
             count += 1
             check(count)
@@ -208,6 +209,7 @@ def _each(image: Image.Image) -> Iterator[Callable[[], Image.Image]]:
             image.seek(number)
         except EOFError:
             return
+        check_size(*image.size)  # a GIF's grows with its frames
 
         def loaded() -> Image.Image:
             image.load()

@@ -8,8 +8,8 @@ import pytest
 from films import file_of, film
 from PIL import Image
 
-from shardlm.vision import read, video_files
-from shardlm.vision.video import BadVideo
+from shardlm.vision import read, video, video_files
+from shardlm.vision.video import BadVideo, video_of_frames
 from shardlm.vision.video_files import video_of_file, video_of_url
 
 FRAMES = film(12, 48, 64)
@@ -60,6 +60,28 @@ def test_a_film_is_turned_as_it_was_held(file):
     assert video.size == (64, 48) and (own == np.rot90(usual, 3)).all()
 
 
+def test_frames_that_are_not_shown(file):
+    """Packets that a cut left for those after it, and VP8's that others alone refer to, are no frames."""
+    import av
+
+    out = io.BytesIO()
+    with av.open(io.BytesIO(file_of(FRAMES, 8, codec="mpeg4"))) as whole, av.open(out, "w", format="mp4") as cut:
+        stream = cut.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(whole.streams.video[0]):
+            if packet.dts is not None:
+                early = round(0.5 / packet.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts - early, packet.dts - early, stream
+                cut.mux(packet)
+    video = video_of_file(out.getvalue())
+    assert video.count == 8 and len(video.read(range(8), np.array)) == 8
+    hidden, packets = bytearray(file_of(FRAMES, 8, "webm", "libvpx")), []
+    with av.open(io.BytesIO(bytes(hidden))) as container:
+        packets += [bytes(packet) for packet in container.demux(container.streams.video[0]) if packet.size]
+    hidden[hidden.index(packets[5])] &= ~0x10
+    video = video_of_file(bytes(hidden))
+    assert video.count == 11 and len(video.read([0, 10], np.array)) == 2
+
+
 def test_what_is_no_video(file):
     for wrong, words in (
         (b"", "a video's file is empty; it is none of MP4"),
@@ -98,8 +120,11 @@ def test_bounds(file, monkeypatch):
         patch.setattr(video_files, "MAX_FRAMES", 5)
         video_of_file(file)
     with monkeypatch.context() as patch, pytest.raises(BadVideo, match=r"frames of a video took more than 0 seconds"):
-        patch.setattr(video_files, "MAX_SECONDS", 0)
+        patch.setattr(video, "READING", 0)
         video_of_file(file)
+    with monkeypatch.context() as patch, pytest.raises(BadVideo, match=r"0 frames of a video took more than 0 seconds"):
+        patch.setattr(video, "READING", 0)
+        video_of_frames(FRAMES).read([0], np.array)
     with monkeypatch.context() as patch, pytest.raises(read.BadImage, match="64 x 48 pixels; at most 3000 are read"):
         patch.setattr(read, "MAX_PIXELS", 3000)
         video_of_file(file)
