@@ -85,11 +85,12 @@ async def _picture(call: Call, prepare: Callable, sent: Sent, name: str) -> Prep
             raise BadMessage(f"{kind} is a {type(sent.value).__name__}; it is an address", sent.param)
         if sent.value[:5].lower() == "data:":
             return await _prepared(call, prepare, sent.value)
-        if sent.value not in call.pictures:
+        key = sent.video, sent.value  # one address may be sent as both
+        if key not in call.pictures:
             async with call.service.videos if sent.video else call.service.files:  # until nothing needs the file
                 file = await file_at(sent.value, call.service.settings.media, sent.video)
-                call.pictures[sent.value] = await _prepared(call, prepare, file)
-        return call.pictures[sent.value]
+                call.pictures[key] = await _prepared(call, prepare, file)
+        return call.pictures[key]
     except PromptTooLong:
         raise
     except ShardlmError as error:
