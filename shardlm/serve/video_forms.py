@@ -84,9 +84,7 @@ def key_of(value: Any) -> bytes:
     about = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in (about or {}).items()}  # whole, in words
     known.update(repr(sorted(about.items(), key=str)).encode())
     for number, frame in enumerate(value):
-        if isinstance(
-            frame, str | bytes
-        ):  # its file, which is not unpacked before it is seen how many tokens there are
+        if isinstance(frame, str | bytes):  # a file, not unpacked before it is seen how many tokens there are
             known.update(f"{type(frame).__name__} {len(frame)}".encode())
             known.update(_bytes(frame))
             continue

@@ -17,8 +17,9 @@ MOST_FRAMES = 4096  # that a list or an array may have, and that may be asked fo
 SLOWEST, FASTEST = 1e-2, 1e4  # frames a second: times that are counted from others would have no end
 MOST_SECONDS = 1e7  # 116 days, so that positions on an axis of time are integers of 32 bits
 SAID = f"{SLOWEST:g} to {FASTEST:g}"
-# That unpacking one may take: frames of a file before a wanted one are unpacked too, 300 of 1080p in a second of a core.
-READING = 60.0  # seconds
+# Seconds that unpacking one may take: frames of a file before a wanted one are unpacked too, 300 of 1080p in a second
+# of a core.
+READING = 60.0
 
 T = TypeVar("T")
 Encode = Callable[[str], Sequence[int]]  # a text -> its tokens
@@ -130,12 +131,8 @@ def _about(about: Any, count: int) -> Mapping[str, Any]:
     if chosen is not None:
         chosen = chosen.tolist() if isinstance(chosen, np.ndarray) else chosen
         fits = isinstance(chosen, list | tuple) and all(isinstance(i, int | np.integer) for i in chosen)
-        if (
-            not fits
-            or len(chosen) != count
-            or list(chosen) != sorted(chosen)
-            or not 0 <= chosen[0] <= chosen[-1] < 2**31
-        ):
+        fits = fits and len(chosen) == count and list(chosen) == sorted(chosen)
+        if not fits or chosen[0] < 0 or chosen[-1] >= 2**31:
             raise BadVideo(f"a video's frames_indices must be {count} numbers that ascend, one for each of its frames")
         chosen = [int(i) for i in chosen]
         found["frames_indices"] = chosen

@@ -4,8 +4,10 @@ further addresses; sizes are looked at before a frame is unpacked, frames are un
 time. No jax."""
 
 import contextlib
+import ctypes
 import functools
 import io
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -14,11 +16,17 @@ from PIL import Image
 
 from shardlm.errors import ShardlmError
 from shardlm.vision.read import MAX_PIXELS, check_size, decoded, pixels_of
-from shardlm.vision.video import SAID, BadVideo, Video, check_frames, in_time, is_rate, video_of_frames
+from shardlm.vision.video import READING, SAID, BadVideo, Video, check_frames, in_time, is_rate, video_of_frames
 
 MAX_BYTES = 128 * 2**20  # of a file; a request's body has its own bound
 MAX_FRAMES = 2**17  # an hour of 30 a second has 108,000
 DECODERS = 4  # threads that unpack one film, of which several may be read at once
+# Bytes that FFmpeg may take at once. A frame of 67 million pixels has 96 MiB, twice that in 10 bits; a head of 2 KB
+# that says 80 million samples took 4.8 GB for tables before a packet was read.
+MOST_AT_ONCE = 2**28
+# Pixels above which one film is unpacked after the other: a decoder may keep 16 frames and has four in work, 3.1 GB of
+# 67 million pixels, by a file of 200 KB.
+LARGE = 2**24
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "theora")
 KNOWN = "MP4, MOV, WebM, Matroska, AVI, GIF, APNG and WebP"
 _FRAMES_URL = "data:video/jpeg;base64,"  # vLLM's for frames, with commas between
@@ -26,6 +34,7 @@ _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")  # that QuickTim
 _ANIMATED = {b"GIF8": "GIF", b"\x89PNG": "PNG"}
 
 T = TypeVar("T")
+_ONE = threading.Lock()  # large film
 
 
 def video_of_url(url: str) -> Video:
@@ -150,8 +159,11 @@ def _opened(file: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
         raise BadVideo(
             "videos' files are read by PyAV, which is not installed: pip install 'shardlm[video]', or give frames"
         ) from None
+    ctypes.CDLL(av._core.__file__).av_max_alloc(ctypes.c_size_t(MOST_AT_ONCE))
     bound = {"max_pixels": str(MAX_PIXELS)}
-    with av.open(io.BytesIO(file), format=kind, metadata_errors="ignore", options=bound) as container:
+    # Titles may be no text, which later ones pass over by themselves.
+    own = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    with av.open(io.BytesIO(file), format=kind, options=bound, **own) as container:
         if not container.streams.video:
             raise BadVideo("a video's file has no frames, only sound or text")
         stream = container.streams.video[0]
@@ -160,9 +172,22 @@ def _opened(file: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
         if name not in CODECS:
             raise BadVideo(f"a video is coded as {name}; it is one of {', '.join(CODECS)}")
         check_size(codec.width, codec.height)
-        codec.options = bound
+        large = codec.width * codec.height > LARGE
+        codec.options = bound if large else {"max_pixels": str(min(LARGE, MAX_PIXELS))}
         codec.thread_type, codec.thread_count = "AUTO", DECODERS
-        yield container, stream
+        with _alone() if large else contextlib.nullcontext():
+            yield container, stream
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """While no other large film is unpacked. Raises BadVideo where that takes too long."""
+    if not _ONE.acquire(timeout=READING):
+        raise BadVideo(f"other videos of more than {LARGE} pixels a frame are read just now; make it smaller, or wait")
+    try:
+        yield
+    finally:
+        _ONE.release()
 
 
 @contextlib.contextmanager

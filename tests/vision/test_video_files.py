@@ -106,6 +106,13 @@ def test_heads_that_lie(file):
     lie[sizes : sizes + 4] = (2**31 - 1).to_bytes(4, "big")
     with pytest.raises(BadVideo, match="a video's file cannot be read"):
         video_of_file(bytes(lie))
+    # 20 million samples of a byte each, in one chunk, whose tables would take 1.2 GB.
+    many, count = bytearray(file), (2 * 10**7).to_bytes(4, "big")
+    for box, numbers, at in ((b"stsz", b"\0\0\0\1" + count, 8), (b"stsc", count, 16), (b"stts", count, 12)):
+        begin = many.index(box) + at
+        many[begin : begin + len(numbers)] = numbers
+    with pytest.raises(BadVideo, match="a video's file has no frame that can be shown"):
+        video_of_file(bytes(many))
     wide = bytearray(file)
     at = wide.rindex(b"avc1") + 28
     wide[at : at + 4] = b"\x7f\xff\x7f\xff"
@@ -130,6 +137,14 @@ def test_bounds(file, monkeypatch):
         video_of_file(file)
     with monkeypatch.context() as patch, pytest.raises(BadVideo, match="cannot be read: "):
         patch.setattr(video_files, "MAX_PIXELS", 3000)  # FFmpeg's own bound, of frames larger than the head says
+        video_of_file(file)
+    with (
+        monkeypatch.context() as patch,
+        video_files._ONE,
+        pytest.raises(BadVideo, match="other videos of more than 3000"),
+    ):
+        patch.setattr(video_files, "LARGE", 3000)
+        patch.setattr(video_files, "READING", 0.01)
         video_of_file(file)
     ended = video_of_file(file)
     with pytest.raises(BadVideo, match="a video ends before its frame 40: its file is cut off or broken"):

@@ -102,8 +102,8 @@ class Service(Serving):
 
 class Call:
     """One request. What it starts ends with `stack`, whichever way it ends. `adapter`: the one that it asks for.
-    `pictures`: of its images and videos by (whether it is a video, its address), which are fetched once however often it
-    is looked at."""
+    `pictures`: of its images and videos by (whether it is a video, its address), which are fetched once however often
+    it is looked at."""
 
     def __init__(self, service: Service):
         self.service = service
