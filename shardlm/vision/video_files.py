@@ -28,6 +28,7 @@ MOST_AT_ONCE = 2**28
 # 67 million pixels, by a file of 200 KB.
 LARGE = 2**24
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "theora")
+UNTIMED = 10.0  # frames a second of an animation that says none, as browsers show it
 KNOWN = "MP4, MOV, WebM, Matroska, AVI, GIF, APNG and WebP"
 _FRAMES_URL = "data:video/jpeg;base64,"  # vLLM's for frames, with commas between
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")  # that QuickTime's files begin with
@@ -213,9 +214,11 @@ def _animation(file: bytes, kind: str) -> Video:
             image = shot()
             milliseconds += image.info.get("duration", 0)
             size = size or image.size[::-1]
-    rate = 1000 * count / milliseconds if milliseconds else None
-    if rate is None or not is_rate(rate):
+    if count == 1 and not milliseconds:
         raise BadVideo(f"a video's {kind} file does not move; send it as an image")
+    rate = 1000 * count / milliseconds if milliseconds else UNTIMED
+    if not is_rate(rate):
+        raise BadVideo(f"a video's {kind} file has {rate:g} frames a second; it is {SAID}. Write it anew")
     read = functools.partial(_read, functools.partial(_unpacked, file, kind), size)
     return Video(count, size, rate, read, of_file=True)
 

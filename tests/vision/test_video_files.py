@@ -43,10 +43,24 @@ def test_animations(kind):
     video = video_of_file(out.getvalue())
     assert (video.count, video.size, video.rate) == (12, (48, 64), 5.0)
     assert np.abs(shades(out.getvalue(), 0, 5, 11) - np.array([0, 100, 220])).max() < 3
+    untimed = io.BytesIO()
+    images[0].save(untimed, kind, save_all=True, append_images=images[1:], duration=0)
+    assert (video_of_file(untimed.getvalue()).count, video_of_file(untimed.getvalue()).rate) == (12, 10.0)
     still = io.BytesIO()
     images[0].save(still, kind)
     with pytest.raises(BadVideo, match=f"a video's {kind} file does not move; send it as an image"):
         video_of_file(still.getvalue())
+
+
+def test_an_animation_that_grows_is_refused():
+    """A GIF's later frame may stand beyond the first."""
+    out, images = io.BytesIO(), [Image.fromarray(frame) for frame in SHADES[:3]]
+    images[0].save(out, "GIF", save_all=True, append_images=images[1:], duration=200)
+    grown = bytearray(out.getvalue())
+    last = grown.rindex(b"\x2c\0\0\0\0")  # its place from the left and the top
+    grown[last + 1 : last + 5] = b"\xff\x1f\xff\x1f"
+    with pytest.raises(read.BadImage, match="pixels; at most 67108864 are read"):
+        video_of_file(bytes(grown))
 
 
 def test_a_film_is_turned_as_it_was_held(file):
