@@ -5,11 +5,14 @@ import types
 
 import numpy as np
 import pytest
+import references
 from films import film
 from qwen_checkpoints import IMAGE, VIDEO, folder_of, patchified
 from seeing import Eyes, close, functions_of
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.images import Images
+from shardlm.tokenizer import Tokenizer
 from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels
 from shardlm.vision.qwen_images import QwenImages
 from shardlm.vision.qwen_videos import QwenVideos
@@ -192,3 +195,21 @@ def test_what_cannot_be_asked():
         videos(False).asked({"fps": 1}).sampled(video(9, None))
     with pytest.raises(ShardlmError, match="more than 200 times the other; crop it"):
         own.size(4, 32, 32 * 300)
+
+
+@pytest.mark.parametrize(
+    "kind, stay", [("qwen2_5_vl-video", True), ("qwen3_vl-video", False), ("qwen3_5-video", False)]
+)
+def test_marks_around_the_place_of_a_video(kind, stay):
+    """A video with times takes the place of all of <|vision_start|><|video_pad|><|vision_end|>."""
+    home = references.HOME / kind
+    seen = Images(sight_of(home, json.loads((home / "config.json").read_text())), Tokenizer.load(home))
+    clip = seen.prepared_video((film(2, 24, 32), {"fps": 2}))
+    for ids, without in (
+        ([1, 92, VIDEO, 93, 92, VIDEO, 93, 4], [1, VIDEO, VIDEO, 4]),
+        ([92, 1, VIDEO, 93], [92, 1, VIDEO, 93]),
+        ([VIDEO], [VIDEO]),
+    ):
+        clips = [clip] * ids.count(VIDEO)
+        found, placed = seen.placed(ids, [], clips)
+        assert (found, len(placed)) == (seen.sight.expanded(ids if stay else without, [], clips)[0], len(clips))
