@@ -6,7 +6,8 @@ and 3.5 a text before each pair says when it is (https://arxiv.org/abs/2511.2163
 transformers' video_processing_qwen2_vl.py, video_processing_qwen3_vl.py and processing_*.py are the definition, but for
 files whose folder says nothing of sampling: they are read at 2 frames a second, as Qwen's own qwen-vl-utils does, where
 transformers reads all frames. The marks that templates write around a video with times go, as transformers had it when
-these models came (4.57), and vLLM has it; 5.24 leaves them beside those of each picture. Frames are resized by Pillow, as images are.
+these models came (4.57), and vLLM has it; 5.24 leaves them beside those of each picture. Frames are
+resized by Pillow, as images are.
 """
 
 import dataclasses
