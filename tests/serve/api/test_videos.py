@@ -14,6 +14,7 @@ from sockets import listens
 
 from shardlm.errors import ShardlmError
 from shardlm.serve import images
+from shardlm.serve.api import images as api_images
 from shardlm.serve.images import Given
 from shardlm.serve.media import MediaRules
 from shardlm.serve.video_forms import key_of, videos_of
@@ -146,6 +147,14 @@ def test_bounds():
     assert told["code"] == "context_length_exceeded" and not llm.prepared
     told = error(Client(llm).post(CHAT, {"messages": user(FILM), "mm_processor_kwargs": {"spin": 1}}), 400)
     assert told["param"] == "mm_processor_kwargs" and "takes num_frames" in told["message"]
+
+
+def test_a_request_has_its_time(llm, monkeypatch):
+    """However many videos it has, each within its own."""
+    monkeypatch.setattr(api_images, "LONGEST", 0)
+    assert Client(llm).post(CHAT, {"messages": user(FILM)}).status_code == 200
+    told = error(Client(llm).post(CHAT, {"messages": user(FILM, FILM)}), 400)
+    assert "the first 1 of 2 videos took more than 0 seconds; send fewer or smaller" in told["message"]
 
 
 def test_words_cannot_take_the_place_of_a_video(llm):
