@@ -74,6 +74,21 @@ def test_a_film_is_turned_as_it_was_held(file):
     assert video.size == (64, 48) and (own == np.rot90(usual, 3)).all()
 
 
+def test_titles_that_are_no_text(file):
+    import av
+
+    out = io.BytesIO()
+    with av.open(io.BytesIO(file)) as whole, av.open(out, "w", format="mp4") as titled:
+        titled.metadata["title"] = "untitled"
+        stream = titled.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(whole.streams.video[0]):
+            packet.stream = stream
+            if packet.dts is not None:
+                titled.mux(packet)
+    assert b"untitled" in out.getvalue()
+    assert video_of_file(out.getvalue().replace(b"untitled", b"\xff\xfe\x80titl\xc3")).count == 12
+
+
 def test_frames_that_are_not_shown(file):
     """Packets that a cut left for those after it, and VP8's that others alone refer to, are no frames."""
     import av

@@ -130,6 +130,8 @@ def test_where_no_videos_are_read(llm):
     assert "is of type 'video_url'; this model reads text and images" in told["message"]
     told = error(Client(SeeingLLM(template_source=FILMS)).post("/tokenize", {"messages": user(FILM)}), 400)
     assert "which are read in chats and embeddings" in told["message"]
+    told = error(Client(SeeingLLM()).post("/v1/responses", {"input": user(FILM)}), 400)
+    assert told["message"] == "input[0].content[0] is a video; they are read in chats and embeddings"
 
 
 def test_a_template_without_videos_has_the_token_before_the_words():
