@@ -20,6 +20,7 @@ from shardlm.serve.outputs import CompletionOutput, Place, RequestOutput
 from shardlm.serve.request import check_room
 from shardlm.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from shardlm.tokenizer import Tokenizer
+from shardlm.vision.sight import Sight
 
 
 @knows_others("BeamSearchParams", BEAMS)
@@ -136,6 +137,16 @@ class Beams:
         return sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)[: self._params.beam_width]
 
 
+def check_order(sight: Sight | None) -> None:
+    """Raises ShardlmError for a model of whose prompts all tokens see each other: beams are asked for as prompts, and
+    what was written would see what was written after it."""
+    if sight is not None and sight.prefix:
+        raise ShardlmError(
+            "beams are not searched with this model: all tokens of a prompt see each other, and those of a beam would "
+            "be among them; sample replies, n of them with logprobs"
+        )
+
+
 def search(
     every: Sequence[Beams], ask: Callable[[list[tuple[int, BeamSearchSequence]]], Sequence[RequestOutput]]
 ) -> None:
@@ -152,6 +163,7 @@ async def replies(
 ) -> AsyncIterator[RequestOutput]:
     """As AsyncLLM.generate, of a search: it yields once, at the end. `params`: what of the replies is told, and how
     their texts are read."""
+    check_order(llm.images and llm.images.sight)
     tokenizer: Tokenizer = llm.tokenizer
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]

@@ -130,7 +130,7 @@ class Images:
             raise ShardlmError(
                 f"the prompt has places for videos ({self.video_token}) and comes with none; give as many videos"
             )
-        return self.sight.expanded(ids, pictures, clips)
+        return self.sight.expanded(self.sight.videos.bare(ids) if clips else ids, pictures, clips)
 
     def read(self, ids: Sequence[int], given: "Given", most: int) -> tuple[Sequence[int], tuple[Placed, ...]]:
         """As `placed`, of images that are still to be prepared. Raises ShardlmError, and PromptTooLong as soon as

@@ -58,6 +58,8 @@ def _check(own: ImageEncoder, folder: pathlib.Path, source: Pretrained) -> None:
     served, new = own.encoder.config, sight_of(folder, source.options).encoder
     if hasattr(served, "pixels") and not any((folder / name).is_file() for name in OF_IMAGES):
         new = dataclasses.replace(new, pixels=served.pixels)  # which a folder that a trainer wrote does not say
+    if hasattr(served, "films"):  # nor, without a tokenizer, whether videos are read: by the same weights
+        new = dataclasses.replace(new, films=served.films)
     if new != served:
         raise ShardlmError(
             f"{folder} has another encoder of images than what is served: {new}, served is {served}; start the server "

@@ -21,7 +21,14 @@ from shardlm.serve.adapter_table import LoRARequests
 from shardlm.serve.adapters import names_of
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.batch_images import WAITING, BatchImages
-from shardlm.serve.beam_search import Beams, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
+from shardlm.serve.beam_search import (
+    Beams,
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
+    check_order,
+    search,
+)
 from shardlm.serve.build import build
 from shardlm.serve.defaults import recommended
 from shardlm.serve.hf_tokenizer import HfTokenizer
@@ -189,6 +196,7 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             what = type(params).__name__
             raise ShardlmError(f"params is a {what}; give shardlm.BeamSearchParams(beam_width, max_tokens)")
+        check_order(self.engine.sight)
         every = prompt_forms.several(prompts)
         salts = [{"cache_salt": salt} if (salt := prompt_forms.salt_of(one)) else {} for one in every]
         each = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(every)

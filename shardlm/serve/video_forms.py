@@ -12,7 +12,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.vision.picture import Clip
 from shardlm.vision.read import pixels_of
-from shardlm.vision.video import BadVideo, Video, video_of_frames
+from shardlm.vision.video import BadVideo, Video, check_frames, video_of_frames
 from shardlm.vision.video_files import MAX_BYTES, video_of_file, video_of_url
 
 FORMS = (
@@ -76,12 +76,18 @@ def key_of(value: Any) -> bytes:
         value = file_at(value)
     known = hashlib.blake2b(digest_size=32)
     if isinstance(value, str | bytes | bytearray | memoryview):
-        known.update(value.encode() if isinstance(value, str) else value)
+        known.update(_bytes(value))
         return known.digest()
     if not isinstance(value, np.ndarray | list | tuple):
         raise BadVideo(f"a video is a {type(value).__name__}; give {FORMS}")
-    known.update(repr(sorted((about or {}).items(), key=str)).encode())
+    check_frames(len(value))
+    about = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in (about or {}).items()}  # whole, in words
+    known.update(repr(sorted(about.items(), key=str)).encode())
     for number, frame in enumerate(value):
+        if isinstance(frame, str | bytes):  # a file, not unpacked before it is seen how many tokens there are
+            known.update(f"{type(frame).__name__} {len(frame)}".encode())
+            known.update(_bytes(frame))
+            continue
         try:
             pixels = pixels_of(frame)
         except ShardlmError as error:
@@ -89,3 +95,8 @@ def key_of(value: Any) -> bytes:
         known.update(repr(pixels.shape).encode())
         known.update(pixels)
     return known.digest()
+
+
+def _bytes(value: Any) -> Any:
+    """Of an address, or a file's."""
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value

@@ -121,7 +121,8 @@ def _videos(
     except ShardlmError as error:
         log.warning("videos are not read: %s", error)
         return None
-    return Videos(token, prepare.asked({name: asked[name] for name in ASKS if name in asked}), ASKS)
+    # As transformers 4.57, of Qwen3-VL's release, and vLLM replace it; those of 5.24 leave the two where they are.
+    return Videos(token, prepare.asked({name: asked[name] for name in ASKS if name in asked}), ASKS, ends)
 
 
 def _of_2(own: Options, kind: str) -> QwenConfig:

@@ -5,7 +5,9 @@ and 3.5 a text before each pair says when it is (https://arxiv.org/abs/2511.2163
 
 transformers' video_processing_qwen2_vl.py, video_processing_qwen3_vl.py and processing_*.py are the definition, but for
 files whose folder says nothing of sampling: they are read at 2 frames a second, as Qwen's own qwen-vl-utils does, where
-transformers reads all frames. Frames are resized by Pillow, as images are.
+transformers reads all frames. The marks that templates write around a video with times go, as transformers had it when
+these models came (4.57), and vLLM has it; 5.24 leaves them beside those of each picture. Frames are
+resized by Pillow, as images are.
 """
 
 import dataclasses
@@ -96,6 +98,9 @@ class QwenVideos:
         bounds = {"shortest_edge": how.get("min_pixels"), "longest_edge": how.get("max_pixels")}
         edges = {name: bounds[name] or size.get(name) for name in EDGES}
         fewest, most = (number_asked(name, edges[name]) if edges[name] else own for name, own in self._edges())
+        # Images have the same names and other bounds: what is asked of them moves the one that is not asked for.
+        fewest = fewest if edges["shortest_edge"] else min(fewest, most)
+        most = most if edges["longest_edge"] else max(fewest, most)
         unit = (self.images.patch * self.images.merge) ** 2
         if most < max(unit, fewest):
             raise ShardlmError(
@@ -171,10 +176,9 @@ class QwenVideos:
             longest = min(self.most_frames, count) // frames * frames
             number = min(max(count / video.rate * rate, self.least_frames), longest, count)
             number = math.floor(number / frames) * frames
+        number = number or min(frames, count)  # of one picture, where not even that was asked for
         if number > count:
             raise ShardlmError(f"num_frames={number} of a video of {count} frames; ask for fewer")
-        if not number:  # of a video of one frame
-            return list(range(count))
         steps = (np.arange(number) * (count / number)).astype(np.float32)
         return np.minimum(steps.astype(int), count - 1).tolist()
 

@@ -89,7 +89,9 @@ def sight_of(
         if found is None:
             return None
         _try(found)
-        return dataclasses.replace(found, asks=known)
+        found = dataclasses.replace(found, asks=known)
+        found.asked(dict.fromkeys(asked))  # of a model that reads no videos, or samples them by itself
+        return found
     except ShardlmError as error:
         raise ShardlmError(f"{error}. {TEXT_ALONE}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -18,11 +18,23 @@ class Videos:
     token    that stands for one video in what its chat template writes
     prepare  video.Video -> video.Planned, whose frames are to be read
     asks     names by which a request may have its videos prepared otherwise
+    around   the tokens that the template writes before and after it and the model is not given, as those of each of its
+             pictures have them (Qwen3-VL); (): none
     """
 
     token: int
     prepare: Prepare
     asks: tuple[str, ...] = ()
+    around: tuple[int, ...] = ()
+
+    def bare(self, ids: Sequence[int]) -> Sequence[int]:
+        """A prompt's tokens without those `around` a place."""
+        if not self.around:
+            return ids
+        ids, begin, end = list(ids), *self.around
+        whole = [i for i in range(1, len(ids) - 1) if ids[i - 1 : i + 2] == [begin, self.token, end]]
+        left_out = {i + side for i in whole for side in (-1, 1)}
+        return [id for i, id in enumerate(ids) if i not in left_out]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 is unpacked. Files are video_files.py's. No jax."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,9 @@ MOST_FRAMES = 4096  # that a list or an array may have, and that may be asked fo
 SLOWEST, FASTEST = 1e-2, 1e4  # frames a second: times that are counted from others would have no end
 MOST_SECONDS = 1e7  # 116 days, so that positions on an axis of time are integers of 32 bits
 SAID = f"{SLOWEST:g} to {FASTEST:g}"
+# Seconds that unpacking one may take: frames of a file before a wanted one are unpacked too, 300 of 1080p in a second
+# of a core.
+READING = 60.0
 
 T = TypeVar("T")
 Encode = Callable[[str], Sequence[int]]  # a text -> its tokens
@@ -73,17 +77,37 @@ def video_of_frames(frames: Any, about: Mapping[str, Any] | None = None) -> Vide
     names: fps, total_num_frames, frames_indices, do_sample_frames. Raises BadVideo."""
     if isinstance(frames, np.ndarray) and frames.ndim != 4:
         raise BadVideo(f"a video is an array of shape {list(frames.shape)}; it is uint8 [frames, height, width, 3]")
-    if not len(frames):
-        raise BadVideo("a video has no frames; give one or more")
-    if len(frames) > MOST_FRAMES:
-        raise BadVideo(f"a video has {len(frames)} frames; at most {MOST_FRAMES} are taken. Leave some out")
+    check_frames(len(frames))
     size = _size_of(frames[0])
 
     def read(indices: Sequence[int], then: Callable[[np.ndarray], T]) -> list[T]:
-        return [then(_frame(frames[i], i, size)) for i in indices]
+        check, found = in_time(), []
+        for i in indices:
+            check(len(found))
+            found.append(then(_frame(frames[i], i, size)))
+        return found
 
     about = _about(about, len(frames))
     return Video(len(frames), size, about.get("fps"), read, *(about.get(name) for name in _KNOWN[1:]))
+
+
+def check_frames(count: int) -> None:
+    """Raises BadVideo for a list of none, or of too many."""
+    if not count:
+        raise BadVideo("a video has no frames; give one or more")
+    if count > MOST_FRAMES:
+        raise BadVideo(f"a video has {count} frames; at most {MOST_FRAMES} are taken. Leave some out")
+
+
+def in_time() -> Callable[[int], None]:
+    """A function to call with the number of frames so far. Raises BadVideo where time is up (READING)."""
+    end = time.monotonic() + READING
+
+    def check(frames: int) -> None:
+        if time.monotonic() > end:
+            raise BadVideo(f"{frames} frames of a video took more than {READING:g} seconds; cut it, or make it smaller")
+
+    return check
 
 
 _KNOWN = ("fps", "do_sample_frames", "frames_indices", "total_num_frames")
@@ -105,9 +129,12 @@ def _about(about: Any, count: int) -> Mapping[str, Any]:
     if rate is not None and (seconds := (total or count) / rate) > MOST_SECONDS:
         raise BadVideo(f"a video of fps={rate!r} would last {seconds:g} seconds; at most {MOST_SECONDS:g} are read")
     if chosen is not None:
-        chosen = [int(i) for i in chosen] if isinstance(chosen, list | tuple | np.ndarray) else None
-        if chosen is None or len(chosen) != count or any(i < 0 for i in chosen) or sorted(chosen) != chosen:
+        chosen = chosen.tolist() if isinstance(chosen, np.ndarray) else chosen
+        fits = isinstance(chosen, list | tuple) and all(isinstance(i, int | np.integer) for i in chosen)
+        fits = fits and len(chosen) == count and list(chosen) == sorted(chosen)
+        if not fits or chosen[0] < 0 or chosen[-1] >= 2**31:
             raise BadVideo(f"a video's frames_indices must be {count} numbers that ascend, one for each of its frames")
+        chosen = [int(i) for i in chosen]
         found["frames_indices"] = chosen
     return found
 

@@ -187,3 +187,11 @@ def test_size_of_a_request_is_that_of_a_folder(name):
         sight.asked({"size": {"longest_edge": usual["longest_edge"] + 1}})
     with pytest.raises(ShardlmError, match="the second must be"):
         sight.asked({"size": {"longest_edge": 3}})
+
+
+@pytest.mark.parametrize("name, takes", [("qwen4_exp", "min_pixels, max_pixels, size"), ("glm46v", "size")])
+def test_how_videos_are_sampled_is_not_asked_of_models_that_do_not_heed_it(name, takes):
+    """Of their images alone, and of GLM-4.6V, which samples by length."""
+    options = json.loads((references.HOME / name / "config.json").read_text())
+    with pytest.raises(ShardlmError, match=f"has 'fps', and this model takes {takes}"):
+        sight_of(references.HOME / name, options, {"fps": 2})

@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 import sys
+import types
 
 import pytest
 import references
@@ -16,8 +17,10 @@ from shardlm import LLM, SamplingParams
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
+from shardlm.serve import live_encoder
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.train.convert import to_run
+from shardlm.vision.registry import sight_of
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "serve" / "api"))
 from client import Client
@@ -129,3 +132,14 @@ def test_another_encoder_is_refused(llm, folders, expected, tmp_path):
     with pytest.raises(ShardlmError, match=r"has another encoder of images than what is served: .*heads=1"):
         llm.update_weights(other)
     assert replies(asked(llm, ASKS)) == expected["first"]
+
+
+def test_a_folder_of_weights_alone_fits_a_model_that_reads_videos(tmp_path):
+    """Whether GLM's encoder is given frames shows in its tokenizer, which trainers do not write."""
+    home = references.folder("glm4v-video", tmp_path)
+    source = types.SimpleNamespace(options=json.loads((home / "config.json").read_text()))
+    served = types.SimpleNamespace(encoder=types.SimpleNamespace(config=sight_of(home, source.options).encoder))
+    for file in home.glob("*token*"):
+        file.unlink()
+    assert not sight_of(home, source.options).videos
+    live_encoder._check(served, home, source)

@@ -5,11 +5,14 @@ import types
 
 import numpy as np
 import pytest
+import references
 from films import film
 from qwen_checkpoints import IMAGE, VIDEO, folder_of, patchified
 from seeing import Eyes, close, functions_of
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.images import Images
+from shardlm.tokenizer import Tokenizer
 from shardlm.vision.images import CLIP_MEAN, CLIP_STD, Pixels
 from shardlm.vision.qwen_images import QwenImages
 from shardlm.vision.qwen_videos import QwenVideos
@@ -156,6 +159,18 @@ def test_other_numbers_than_those_of_images():
         videos(True, image_mean=[0.1] * 3)
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_bounds_that_are_asked_of_images(timed):
+    """They have the same names, and may be below, or above, those of videos."""
+    own = videos(timed)
+    for how in ({"max_pixels": 64 * 28 * 28}, {"min_pixels": 1024 * 28 * 28}, {"size": {"longest_edge": 50_176}}):
+        found = own.asked(how)
+        [value] = how.get("size", how).values()
+        assert value in (found.fewest, found.most) and found.fewest <= found.most
+    with pytest.raises(ShardlmError, match="makes videos of 9000 to 8000 pixels"):
+        own.asked({"min_pixels": 9000, "max_pixels": 8000})
+
+
 def test_what_cannot_be_asked():
     own = videos(True)
     for how, message in (
@@ -171,9 +186,30 @@ def test_what_cannot_be_asked():
     ):
         with pytest.raises(ShardlmError, match=message):
             own.asked(how)
+    assert videos(False).asked({"num_frames": 1}).sampled(video(90, 2.0)) == [0, 45]  # and not all
+    assert videos(False).asked({"max_frames": 1}).sampled(video(90, 2.0)) == [0, 45]
+    assert videos(False).asked({"num_frames": 1}).sampled(video(1, 2.0)) == [0]
     with pytest.raises(ShardlmError, match="num_frames=10 of a video of 4 frames; ask for fewer"):
         videos(False).asked({"num_frames": 10}).sampled(video(4, 2.0))
     with pytest.raises(ShardlmError, match="nobody says how many a second they are; give its fps"):
         videos(False).asked({"fps": 1}).sampled(video(9, None))
     with pytest.raises(ShardlmError, match="more than 200 times the other; crop it"):
         own.size(4, 32, 32 * 300)
+
+
+@pytest.mark.parametrize(
+    "kind, stay", [("qwen2_5_vl-video", True), ("qwen3_vl-video", False), ("qwen3_5-video", False)]
+)
+def test_marks_around_the_place_of_a_video(kind, stay):
+    """A video with times takes the place of all of <|vision_start|><|video_pad|><|vision_end|>."""
+    home = references.HOME / kind
+    seen = Images(sight_of(home, json.loads((home / "config.json").read_text())), Tokenizer.load(home))
+    clip = seen.prepared_video((film(2, 24, 32), {"fps": 2}))
+    for ids, without in (
+        ([1, 92, VIDEO, 93, 92, VIDEO, 93, 4], [1, VIDEO, VIDEO, 4]),
+        ([92, 1, VIDEO, 93], [92, 1, VIDEO, 93]),
+        ([VIDEO], [VIDEO]),
+    ):
+        clips = [clip] * ids.count(VIDEO)
+        found, placed = seen.placed(ids, [], clips)
+        assert (found, len(placed)) == (seen.sight.expanded(ids if stay else without, [], clips)[0], len(clips))

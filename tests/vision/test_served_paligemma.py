@@ -12,6 +12,7 @@ from shardlm.hf_files import Folder
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
+from shardlm.serve.beam_search import BeamSearchParams
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import RunConfig
 from shardlm.train.seeing import check_images
@@ -31,6 +32,8 @@ def test_prompts_that_are_not_read_at_once_are_refused(folder):
     ids, images = references.asks(NAME)[1]
     with pytest.raises(ShardlmError, match=r"54 tokens that see each other .* has room for 48; raise the first by 6"):
         asked(llm, [(ids, images)])
+    with pytest.raises(ShardlmError, match="beams are not searched with this model: all tokens of a prompt see each"):
+        llm.beam_search("t5 t6", BeamSearchParams(beam_width=2, max_tokens=2))
     first = references.asks(NAME)[:1]
     assert replies(asked(llm, first)) == [references.said(NAME)[0]["reply"]]
 

@@ -8,8 +8,8 @@ import pytest
 from films import file_of, film
 from PIL import Image
 
-from shardlm.vision import read, video_files
-from shardlm.vision.video import BadVideo
+from shardlm.vision import read, video, video_files
+from shardlm.vision.video import BadVideo, video_of_frames
 from shardlm.vision.video_files import video_of_file, video_of_url
 
 FRAMES = film(12, 48, 64)
@@ -43,10 +43,24 @@ def test_animations(kind):
     video = video_of_file(out.getvalue())
     assert (video.count, video.size, video.rate) == (12, (48, 64), 5.0)
     assert np.abs(shades(out.getvalue(), 0, 5, 11) - np.array([0, 100, 220])).max() < 3
+    untimed = io.BytesIO()
+    images[0].save(untimed, kind, save_all=True, append_images=images[1:], duration=0)
+    assert (video_of_file(untimed.getvalue()).count, video_of_file(untimed.getvalue()).rate) == (12, 10.0)
     still = io.BytesIO()
     images[0].save(still, kind)
     with pytest.raises(BadVideo, match=f"a video's {kind} file does not move; send it as an image"):
         video_of_file(still.getvalue())
+
+
+def test_an_animation_that_grows_is_refused():
+    """A GIF's later frame may stand beyond the first."""
+    out, images = io.BytesIO(), [Image.fromarray(frame) for frame in SHADES[:3]]
+    images[0].save(out, "GIF", save_all=True, append_images=images[1:], duration=200)
+    grown = bytearray(out.getvalue())
+    last = grown.rindex(b"\x2c\0\0\0\0")  # its place from the left and the top
+    grown[last + 1 : last + 5] = b"\xff\x1f\xff\x1f"
+    with pytest.raises(read.BadImage, match="pixels; at most 67108864 are read"):
+        video_of_file(bytes(grown))
 
 
 def test_a_film_is_turned_as_it_was_held(file):
@@ -58,6 +72,43 @@ def test_a_film_is_turned_as_it_was_held(file):
     video = video_of_file(bytes(turned))
     [own], [usual] = video.read([3], np.array), video_of_file(file_of(FRAMES, 8)).read([3], np.array)
     assert video.size == (64, 48) and (own == np.rot90(usual, 3)).all()
+
+
+def test_titles_that_are_no_text(file):
+    import av
+
+    out = io.BytesIO()
+    with av.open(io.BytesIO(file)) as whole, av.open(out, "w", format="mp4") as titled:
+        titled.metadata["title"] = "untitled"
+        stream = titled.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(whole.streams.video[0]):
+            packet.stream = stream
+            if packet.dts is not None:
+                titled.mux(packet)
+    assert b"untitled" in out.getvalue()
+    assert video_of_file(out.getvalue().replace(b"untitled", b"\xff\xfe\x80titl\xc3")).count == 12
+
+
+def test_frames_that_are_not_shown(file):
+    """Packets that a cut left for those after it, and VP8's that others alone refer to, are no frames."""
+    import av
+
+    out = io.BytesIO()
+    with av.open(io.BytesIO(file_of(FRAMES, 8, codec="mpeg4"))) as whole, av.open(out, "w", format="mp4") as cut:
+        stream = cut.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(whole.streams.video[0]):
+            if packet.dts is not None:
+                early = round(0.5 / packet.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts - early, packet.dts - early, stream
+                cut.mux(packet)
+    video = video_of_file(out.getvalue())
+    assert video.count == 8 and len(video.read(range(8), np.array)) == 8
+    hidden, packets = bytearray(file_of(FRAMES, 8, "webm", "libvpx")), []
+    with av.open(io.BytesIO(bytes(hidden))) as container:
+        packets += [bytes(packet) for packet in container.demux(container.streams.video[0]) if packet.size]
+    hidden[hidden.index(packets[5])] &= ~0x10
+    video = video_of_file(bytes(hidden))
+    assert video.count == 11 and len(video.read([0, 10], np.array)) == 2
 
 
 def test_what_is_no_video(file):
@@ -84,6 +135,13 @@ def test_heads_that_lie(file):
     lie[sizes : sizes + 4] = (2**31 - 1).to_bytes(4, "big")
     with pytest.raises(BadVideo, match="a video's file cannot be read"):
         video_of_file(bytes(lie))
+    # 20 million samples of a byte each, in one chunk, whose tables would take 1.2 GB.
+    many, count = bytearray(file), (2 * 10**7).to_bytes(4, "big")
+    for box, numbers, at in ((b"stsz", b"\0\0\0\1" + count, 8), (b"stsc", count, 16), (b"stts", count, 12)):
+        begin = many.index(box) + at
+        many[begin : begin + len(numbers)] = numbers
+    with pytest.raises(BadVideo, match="a video's file has no frame that can be shown"):
+        video_of_file(bytes(many))
     wide = bytearray(file)
     at = wide.rindex(b"avc1") + 28
     wide[at : at + 4] = b"\x7f\xff\x7f\xff"
@@ -98,13 +156,24 @@ def test_bounds(file, monkeypatch):
         patch.setattr(video_files, "MAX_FRAMES", 5)
         video_of_file(file)
     with monkeypatch.context() as patch, pytest.raises(BadVideo, match=r"frames of a video took more than 0 seconds"):
-        patch.setattr(video_files, "MAX_SECONDS", 0)
+        patch.setattr(video, "READING", 0)
         video_of_file(file)
+    with monkeypatch.context() as patch, pytest.raises(BadVideo, match=r"0 frames of a video took more than 0 seconds"):
+        patch.setattr(video, "READING", 0)
+        video_of_frames(FRAMES).read([0], np.array)
     with monkeypatch.context() as patch, pytest.raises(read.BadImage, match="64 x 48 pixels; at most 3000 are read"):
         patch.setattr(read, "MAX_PIXELS", 3000)
         video_of_file(file)
     with monkeypatch.context() as patch, pytest.raises(BadVideo, match="cannot be read: "):
         patch.setattr(video_files, "MAX_PIXELS", 3000)  # FFmpeg's own bound, of frames larger than the head says
+        video_of_file(file)
+    with (
+        monkeypatch.context() as patch,
+        video_files._ONE,
+        pytest.raises(BadVideo, match="other videos of more than 3000"),
+    ):
+        patch.setattr(video_files, "LARGE", 3000)
+        patch.setattr(video_files, "READING", 0.01)
         video_of_file(file)
     ended = video_of_file(file)
     with pytest.raises(BadVideo, match="a video ends before its frame 40: its file is cut off or broken"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from shardlm.serve.messages import Message
 from shardlm.serve.request import PromptTooLong
 from shardlm.vision.image_parts import SEEING, BadMessage, Sent, images_in, videos_in
 
+# Seconds after which no further video of a request is begun: each may take two minutes of a thread, of which there are
+# eight, and ten that do fit into a body.
+LONGEST = 120.0
 AT_ONCE = {"image": 8, "video": 1}  # of a request that are fetched; then it is seen whether there is room for more
 
 
@@ -42,8 +46,13 @@ async def pictures_of(
 
 
 async def _every(call: Call, prepare: Callable, sent: Sequence[Sent], kind: str) -> list[Prepared]:
-    llm, found, tokens = call.service.llm, [], 0
+    llm, found, tokens, began = call.service.llm, [], 0, time.monotonic()
     for start in range(0, len(sent), AT_ONCE[kind]):
+        if start and kind == "video" and time.monotonic() - began > LONGEST:
+            message = (
+                f"the first {start} of {len(sent)} videos took more than {LONGEST:g} seconds; send fewer or smaller"
+            )
+            raise ApiError(message, param="messages")
         found += await _together(call, prepare, sent[start : start + AT_ONCE[kind]], start + 1, len(sent), kind)
         tokens += sum(map(llm.images.tokens, found[start:]))
         check_tokens(tokens, len(found), llm.max_model_len, kind)
@@ -85,11 +94,12 @@ async def _picture(call: Call, prepare: Callable, sent: Sent, name: str) -> Prep
             raise BadMessage(f"{kind} is a {type(sent.value).__name__}; it is an address", sent.param)
         if sent.value[:5].lower() == "data:":
             return await _prepared(call, prepare, sent.value)
-        if sent.value not in call.pictures:
+        key = sent.video, sent.value  # one address may be sent as both
+        if key not in call.pictures:
             async with call.service.videos if sent.video else call.service.files:  # until nothing needs the file
                 file = await file_at(sent.value, call.service.settings.media, sent.video)
-                call.pictures[sent.value] = await _prepared(call, prepare, file)
-        return call.pictures[sent.value]
+                call.pictures[key] = await _prepared(call, prepare, file)
+        return call.pictures[key]
     except PromptTooLong:
         raise
     except ShardlmError as error:

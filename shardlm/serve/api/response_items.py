@@ -7,7 +7,7 @@ from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import EXTRAS, ChatRequest, ResponsesRequest
 from shardlm.serve.api.response_tools import ADDED, Offered, arguments_of, chat_choice, input_of, offered, told_name
 from shardlm.serve.messages import read_arguments
-from shardlm.vision.image_parts import BadMessage, is_image, plain_text, sent
+from shardlm.vision.image_parts import BadMessage, is_image, is_video, plain_text, sent
 
 LOGPROBS = "message.output_text.logprobs"
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
@@ -107,6 +107,8 @@ def _check_content(content: Any, param: str, sees: bool) -> None:
 
 def _words(part: Any, param: str) -> Any:
     """The part, or for an image that is one nothing said. Raises BadMessage."""
+    if is_video(part):
+        raise BadMessage(f"{param} is a video; they are read in chats and embeddings", param)
     return _NO_WORDS if is_image(part) and sent(part, param) else part
 
 

@@ -102,7 +102,8 @@ class Service(Serving):
 
 class Call:
     """One request. What it starts ends with `stack`, whichever way it ends. `adapter`: the one that it asks for.
-    `pictures`: of its images by their address, which are fetched once however often it is looked at."""
+    `pictures`: of its images and videos by (whether it is a video, its address), which are fetched once however often
+    it is looked at."""
 
     def __init__(self, service: Service):
         self.service = service
@@ -110,7 +111,7 @@ class Call:
         self.created, self.began = int(time.time()), time.perf_counter()
         self.stack = contextlib.AsyncExitStack()
         self.adapter: LoRARequest | None = None
-        self.pictures: dict[str, Prepared] = {}
+        self.pictures: dict[tuple[bool, str], Prepared] = {}
 
     async def replies(
         self,

@@ -8,14 +8,16 @@ import openai
 import pytest
 from client import Client, error
 from films import file_of
+from PIL import Image
 from seeing_llm import FILMS, PAD, ROW, VIDEO, SeeingLLM, part, picture, text
 from sockets import listens
 
 from shardlm.errors import ShardlmError
 from shardlm.serve import images
+from shardlm.serve.api import images as api_images
 from shardlm.serve.images import Given
 from shardlm.serve.media import MediaRules
-from shardlm.serve.video_forms import videos_of
+from shardlm.serve.video_forms import key_of, videos_of
 
 CHAT = "/v1/chat/completions"
 SHADES = (10, 60, 200)
@@ -97,6 +99,29 @@ def test_forms_of_parts(llm, tmp_path):
         assert words in told["message"], told
 
 
+def test_one_address_of_an_image_and_of_a_video(llm, tmp_path):
+    """Each is what it was sent as."""
+    images = [Image.fromarray(frame) for frame in FRAMES]
+    images[0].save(tmp_path / "a.gif", save_all=True, append_images=images[1:], duration=100)
+    address = (tmp_path / "a.gif").as_uri()
+    client = Client(llm, media=MediaRules(allowed_local_media_path=str(tmp_path)))
+    still, film = ({"type": kind, kind: {"url": address}} for kind in ("image_url", "video_url"))
+    for parts, expected in (((still, film), [10, *SHADES]), ((film, still), [*SHADES, 10])):
+        assert client.post(CHAT, {"messages": user(*parts)}).status_code == 200
+        assert shades(llm.pictures[-1]) == expected
+
+
+def test_frames_are_not_unpacked_before_their_number_is_known():
+    """Nor taken from base64, of which a body may have a million."""
+    llm = SeeingLLM(template_source=FILMS, max_model_len=16)
+    frames = [f"data:image/png;base64,{one}" for one in (JPEGS.split(",")[0], "aGk=", "aGk=")]
+    told = error(Client(llm).post(CHAT, {"messages": user({"type": "video", "video": frames})}), 400)
+    assert "a video of 3 frames has 18 tokens; max_model_len=16 must hold it" in told["message"]
+    for wrong in (["data:%"] * 5000, "data:video/jpeg;base64,%" + "," * 4999):
+        told = error(Client(llm).post(CHAT, {"messages": user({"type": "video", "video": wrong})}), 400)
+        assert "a video has 5000 frames; at most 4096 are taken" in told["message"]
+
+
 def test_where_no_videos_are_read(llm):
     told = error(Client().post(CHAT, {"messages": user(FILM)}), 400)
     assert "is of type 'video_url'; this model reads text: images are read by" in told["message"]
@@ -105,6 +130,8 @@ def test_where_no_videos_are_read(llm):
     assert "is of type 'video_url'; this model reads text and images" in told["message"]
     told = error(Client(SeeingLLM(template_source=FILMS)).post("/tokenize", {"messages": user(FILM)}), 400)
     assert "which are read in chats and embeddings" in told["message"]
+    told = error(Client(SeeingLLM()).post("/v1/responses", {"input": user(FILM)}), 400)
+    assert told["message"] == "input[0].content[0] is a video; they are read in chats and embeddings"
 
 
 def test_a_template_without_videos_has_the_token_before_the_words():
@@ -122,6 +149,14 @@ def test_bounds():
     assert told["code"] == "context_length_exceeded" and not llm.prepared
     told = error(Client(llm).post(CHAT, {"messages": user(FILM), "mm_processor_kwargs": {"spin": 1}}), 400)
     assert told["param"] == "mm_processor_kwargs" and "takes num_frames" in told["message"]
+
+
+def test_a_request_has_its_time(llm, monkeypatch):
+    """However many videos it has, each within its own."""
+    monkeypatch.setattr(api_images, "LONGEST", 0)
+    assert Client(llm).post(CHAT, {"messages": user(FILM)}).status_code == 200
+    told = error(Client(llm).post(CHAT, {"messages": user(FILM, FILM)}), 400)
+    assert "the first 1 of 2 videos took more than 0 seconds; send fewer or smaller" in told["message"]
 
 
 def test_words_cannot_take_the_place_of_a_video(llm):
@@ -164,8 +199,18 @@ def test_prompts_in_memory(llm):
         ((FRAMES, {"fps": 0}), "a video has fps=0; it is a number of frames a second, 0.01 to 10000"),
         ((FRAMES, {"fps": 1, "total_num_frames": 10**9}), r"would last 1e\+09 seconds; at most 1e\+07 are read"),
         ((FRAMES, {"frames_indices": [2, 1, 0]}), "frames_indices must be 3 numbers that ascend"),
+        ((FRAMES, {"frames_indices": [0, None, 2]}), "frames_indices must be 3 numbers that ascend"),
+        ((FRAMES, {"frames_indices": np.zeros((3, 1), int)}), "frames_indices must be 3 numbers that ascend"),
     ):
         with pytest.raises(ShardlmError, match=words):
             llm.images.prepared_video(video)
     with pytest.raises(ShardlmError, match="this model reads text, and the prompt has 1 videos"):
         images.with_images(None, ids, Given(videos=[FRAMES]), 100)
+
+
+def test_what_videos_are_known_by():
+    """All numbers of frames that are told of, and not those that are shown of a long array."""
+    frames, every = np.zeros((1200, 2, 2, 3), np.uint8), np.arange(0, 2400, 2)
+    other = every + (every == 1200)
+    keys = {key_of((frames, {"frames_indices": own})) for own in (every, other)}
+    assert len(keys) == 2 and key_of("data:\ud800") != key_of("data:")
