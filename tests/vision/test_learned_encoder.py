@@ -148,6 +148,19 @@ def test_gradients_are_those_of_one_function(mesh, changes, plain):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(("part", "axis"), [("all", "tensor"), ("projector", "fsdp")])
+def test_stages_give_gradients_of_what_their_first_layers_are_given(part, axis, tmp_path):
+    """Of DeepStack's vectors, which go by the stream: in layers of both stages."""
+    name = "qwen3_vl"
+    folder = references.folder(name, tmp_path)
+    loss, gradients = plainly(program_of(folder, part=part), name, folder)
+    mesh = MeshSpec(pipeline=2, **{axis: 2})
+    took, metrics = stepped(program_of(folder, mesh, part, **GPIPE), name, folder)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert apart({path: a / RATE for path, a in took.items()}, gradients) < 1e-4
+
+
 def test_a_projector_learns_at_its_own_rate(plain):
     """Clipped by one norm, of what is trained alone; beside that nothing is in the state."""
     folder, _, gradients = plain
