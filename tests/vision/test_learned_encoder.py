@@ -33,6 +33,7 @@ from shardlm.train.config import (
 from shardlm.train.learned_encoder import check_encoder, split_as
 from shardlm.train.program import Program
 from shardlm.train.seeing import sight_of_run
+from shardlm.train.shardings import format_shardings
 from shardlm.train.task import with_eyes
 from shardlm.unread import Unread
 from shardlm.vision.parts import trained_paths
@@ -171,6 +172,15 @@ def test_a_projector_learns_at_its_own_rate(plain):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     rate = {True: 0.25 * RATE, False: RATE}
     assert apart({p: a / rate[p[0] == ENCODER] * norm / 0.1 for p, a in took.items()}, expected) < 1e-4
+
+
+def test_what_is_trained_of_it_is_among_the_parameters_that_are_printed(tmp_path):
+    program = program_of(references.folder(NAME, tmp_path), MeshSpec(fsdp=2), "projector")
+    *lines, last = format_shardings(program).splitlines()
+    found = {line.split()[0] for line in lines if line.startswith("encoder.")}
+    assert found == {".".join(["encoder", *path]) for path in program.seeing.learned.paths}
+    count = sum(np.prod(s.shape) for s in jax.tree.leaves(program.state_shapes().params))
+    assert last.startswith(f"{count:,} parameters")
 
 
 def test_rows_without_images_leave_the_encoder_as_it_is(plain):
