@@ -41,6 +41,7 @@ def main(resolved: Resolved, auto: bool) -> int:
     from shardlm.train.profile import ProfileSteps
     from shardlm.train.program import Program
     from shardlm.train.report import python
+    from shardlm.train.seeing import sight_of_chats
     from shardlm.train.shardings import format_shardings
     from shardlm.train.task import Texts
 
@@ -52,7 +53,9 @@ def main(resolved: Resolved, auto: bool) -> int:
     use_host_memory()  # of which offload and remat="offload" make use
     if _PRINT_SHARDINGS.value:
         config = planned(resolved, _HARDWARE.value) if auto else resolved.config
-        print(format_shardings(Program.make(config, config.mesh.build())))
+        program = Program.make(config, config.mesh.build())
+        sight = sight_of_chats(config) if config.train.encoder != "frozen" else None
+        print(format_shardings(program.that_sees(sight) if sight else program))
         return 0
     profile = ProfileSteps.parse(_PROFILE.value) if _PROFILE.value is not None else None
     with joined(explicit(**cluster()) or detect(os.environ)):

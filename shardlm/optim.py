@@ -17,6 +17,7 @@ from shardlm.errors import ShardlmError
 
 Optimizer = Literal["adamw", "lion", "adafactor", "muon", "sgd"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
+OF_HEADS = {"heads", "kv_heads", "kv_heads_whole", "head_dim", "norm"}  # names of dimensions of what heads have
 ENCODER = "encoder"  # among trained parameters: those of an encoder of images (train/learned_encoder.py)
 
 
@@ -225,7 +226,14 @@ def _is_names(leaf) -> bool:
 
 
 def _is_matrix(leaf) -> bool:
-    return len(leaf[1]) > 1
+    return not _is_vector(leaf[1])
+
+
+def _is_vector(names: tuple[str, ...]) -> bool:
+    """Whether a weight of these dimensions is a vector, or one for each expert, in as many dimensions as what makes it
+    has: a bias of queries, keys or values, a norm of heads."""
+    own = names[1:] if names[:1] == ("experts",) else names
+    return len(own) < 2 or set(own) <= OF_HEADS
 
 
 def muon_rows(names: tuple[str, ...]) -> int:
@@ -236,7 +244,7 @@ def muon_rows(names: tuple[str, ...]) -> int:
 def is_muons(names: tuple[str, ...]) -> bool:
     """Whether Muon's update is for weights of these dimensions: matrices, but not those that look tokens up or name
     them, nor filters of each channel by itself (layers/delta_net.py's taps)."""
-    return len(names) > 1 and "vocab" not in names and names[-1] != "norm"
+    return not _is_vector(names) and "vocab" not in names and names[-1] != "norm"
 
 
 def _muon_dimensions(leaf):

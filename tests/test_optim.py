@@ -152,6 +152,32 @@ def test_decay_is_for_matrices_and_muon_for_the_layers():
         assert len(with_momentum) == 7 and not [p for p in with_momentum if "norm" in p or "embedding" in p]
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor", "muon"])
+def test_biases_and_norms_of_heads_and_experts_are_no_matrices(name):
+    """Though they have as many dimensions as what makes them: those of an encoder of images, too."""
+    vectors = {
+        "bq": (("layers",), ("heads", "head_dim")),
+        "bk": (("layers",), ("kv_heads_whole", "head_dim")),
+        "q_norm": (("layers",), ("heads", "norm")),
+        "gate_bias": (("layers",), ("experts", "expert_mlp")),
+        "down_bias": (("layers",), ("experts", "norm")),
+    }
+    matrices = {
+        "wo": (("layers",), ("heads", "head_dim", "embed")),
+        "down": (("layers",), ("experts", "expert_mlp", "expert_embed")),
+        "router": (("layers",), ("embed", "experts")),
+    }
+    names = vectors | matrices
+    with jax.set_mesh(mesh_of(MeshSpec())):
+        params = {name: jnp.ones((2, *range(2, 2 + len(own)))) for name, (_, own) in names.items()}
+        tx = make_optimizer(dataclasses.replace(BASE, name=name, schedule="constant"), 100, names)
+        updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert {name for name, a in updates.items() if jnp.any(a != 0)} == matrices.keys()
+    if name == "muon":
+        momentum = state.inner_states["muon"].inner_state[0].mu
+        assert {name for name, a in momentum.items() if isinstance(a, jax.Array)} == matrices.keys()
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_an_indexer_stays_as_it_is(name):
     """It takes no part in the loss, and weights that have no gradient do not decay either."""

@@ -52,6 +52,7 @@ class Execution:
     grouped_matmul  implementation of the experts' matmuls, resolved (ops/grouped_matmul.py)
     unroll     blocks per iteration of the scan over layers; 0 unrolls them all
     microbatches, rounds  of a pipeline (layers/pipeline.py)
+    learns_images  whether gradients of the vectors of images are made (train/learned_encoder.py)
     lora       adapters beside the projections
     adapters   how many of them lie side by side in parts of lora.rank, of which a row of tokens has one or none
                (layers/lora.py); 0: a single one, which all rows have
@@ -77,6 +78,7 @@ class Execution:
     unroll: int = 1
     microbatches: int = 1
     rounds: int = 1
+    learns_images: bool = False
     lora: LoraConfig = LoraConfig()
     adapters: int = 0
     shares: jax.Array | None = None

@@ -91,10 +91,20 @@ int32 scalar) -> (x, masters, sums to add up [slots, ...])."""
 
 
 def pipelined(
-    stage: Stage, weights: Tree, x: jax.Array, extra: Tree, *, rules: Rules, schedule: Schedule, policy, dtype, spread
+    stage: Stage,
+    weights: Tree,
+    x: jax.Array,
+    extra: Tree,
+    learned: Tree,
+    *,
+    rules: Rules,
+    schedule: Schedule,
+    policy,
+    dtype,
+    spread,
 ):
-    """x [B, T, D] through all layers, which compute in the type `dtype`; `extra` is a tree of [B, T, ...] that goes
-    along with its rows.
+    """x [B, T, D] through all layers, which compute in the type `dtype`; `extra` are arrays [B, T, ...] by name that go
+    along with its rows, and so are `learned`, of which there are gradients.
 
     weights are stacked [L, ...] at rest, "pipeline" in their specs; x and extra are split over the batch axes, the
     pipeline one among them. `stage` runs under `stage_rules(rules)`, and gets a zeroed `extra` while the pipeline fills
@@ -104,25 +114,25 @@ def pipelined(
     lay_out = functools.partial(jax.tree.map, lambda a: to_stages(a, schedule))
     held = lay_out(cast_ahead(jax.lax.stop_gradient(weights), dtype))
     stream = split_rows(x, schedule.microbatches, rules, "seq", "embed")
-    extra = jax.tree.map(lambda a: split_rows(a, schedule.microbatches, rules, "whole_seq"), extra)
+    extra, learned = jax.tree.map(lambda a: split_rows(a, schedule.microbatches, rules, "whole_seq"), (extra, learned))
     # Manual over the replicas too: they meet once, when the gradients leave, and not in every layer of every tick.
     replicas = rules.replicas()
     own, shared = PartitionSpec(None, "pipeline"), PartitionSpec("pipeline", replicas or None)
     run = manual_with_gradient(
         ("pipeline", *replicas),
         functools.partial(_run, stage, schedule, policy, replicas, spread),
-        in_specs=(own, shared),
+        in_specs=(own, shared, shared),
         out_specs=(shared, own),
         fixed_specs=(shared, own),
     )
-    stream, sums = run((extra, held), lay_out(weights), stream)
+    stream, sums = run((extra, held), lay_out(weights), stream, learned)
     sums = jax.tree.map(lambda a: to_layers(a, schedule), sums)
     return join_rows(stream, rules, "seq", "embed"), sums
 
 
-def _run(stage: Stage, schedule: Schedule, policy, replicas, spread, fixed, masters, stream):
+def _run(stage: Stage, schedule: Schedule, policy, replicas, spread, fixed, masters, stream, learned):
     """One stage: masters [rounds, 1, slots, ...], stream [M / stages, B, T, D]; fixed are (extra, held), of the leading
-    dimensions of stream and masters.
+    dimensions of stream and masters, learned is as extra.
 
     Microbatch g * stages + p waits in slot g on stage p. It moves one stage down a tick until stage 0 takes it, and
     from the last stage the same way back to where it waited. These moves are linear, so that differentiating the scan
@@ -134,6 +144,7 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, spread, fixed, mast
     masters = spread(masters)
     share = stream.shape[0]
     extra = jax.tree.map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), extra)  # [M, ...]
+    extra |= jax.tree.map(_gathered, learned)
     me = jax.lax.axis_index("pipeline")
     up = [(s, (s + 1) % S) for s in range(S)]
     down = [((s + 1) % S, s) for s in range(S)]
@@ -175,6 +186,13 @@ def _run(stage: Stage, schedule: Schedule, policy, replicas, spread, fixed, mast
     (_, _, _, done, sums, _), _ = jax.lax.scan(tick, start, jnp.arange(schedule.ticks))
     sums = jax.lax.psum(sums, replicas) if replicas else sums
     return done, jax.tree.map(lambda a: a[:, None], sums)
+
+
+def _gathered(a: jax.Array) -> jax.Array:
+    """all_gather over the stages, whose transpose XLA is given for shares of rows: of whole ones that are split, jax
+    0.10.2 fails to lower it."""
+    spec = jax.typeof(a).sharding.spec
+    return shard_map(lambda a: jax.lax.all_gather(a, "pipeline", tiled=True), in_specs=spec, out_specs=spec)(a)
 
 
 def after(first: jax.Array, tree: Tree) -> Tree:

@@ -21,6 +21,7 @@ from shardlm.layers.own_sums import is_own_product, own_axes, projections, sprea
 from shardlm.layers.param import Execution, Params
 from shardlm.layers.pipeline import Schedule, stage_rules
 from shardlm.layers.pipeline import pipelined as run_stages
+from shardlm.layers.seen import VECTORS
 from shardlm.layers.stage_weights import layer_of
 from shardlm.ops.cudnn_attention import HEADS
 
@@ -105,9 +106,10 @@ class Stack(nnx.Module):
 
         schedule = self.schedule(execution)
         rows = ctx.rows(x.shape[-1]) | {"positions": positions}
+        learned = {VECTORS: rows.pop(VECTORS)} if execution.learns_images and VECTORS in rows else {}
         how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat, stacked)}
         how |= {"dtype": execution.dtype, "spread": spreading(stacked, inside)}
-        x, aux = run_stages(stage, stacked, x, rows, **how)
+        x, aux = run_stages(stage, stacked, x, rows, learned, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
     def schedule(self, execution: Execution) -> Schedule:

@@ -57,9 +57,12 @@ class RowImages:
         ways = mesh.size(*act.axes("batch"))
         numbers = self.seen.width * train.global_batch * train.seq_len // (ways * mesh.size(*act.axes("whole_seq")))
         images = math.ceil(train.global_batch / ways * self.count / (mesh.size(*mesh.sizes()) // ways))
-        seconds = PASSES[train.encoder] * images * _seconds(self.image, sketch.gpu)
-        learned = _learned_bytes(sketch, self.seen) if train.encoder != "frozen" else 0
-        return TrainingImages(DTYPE.itemsize * self.seen.parameters, learned, DTYPE.itemsize * numbers, seconds)
+        learns = train.encoder != "frozen"
+        compares = learns and sketch.config.preference.beta > 0  # with the checkpoint's own encoder, and what that saw
+        seconds = (PASSES[train.encoder] + compares) * images * _seconds(self.image, sketch.gpu)
+        learned = _learned_bytes(sketch, self.seen) if learns else 0
+        weights, vectors = (1 + compares) * self.seen.parameters, (1 + learns + compares) * numbers
+        return TrainingImages(sketch.itemsize * weights, learned, sketch.itemsize * vectors, seconds)
 
     def sampled_bytes(self, seq_len: int) -> int:
         """Of the vectors that a copy which samples replies of so many tokens has room for (shardlm/reinforce)."""
@@ -101,10 +104,11 @@ def _seen(config: RunConfig) -> Seen | None:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingImages:
-    """encoder_bytes    of its weights that read, on each device
+    """encoder_bytes    of its weights that read, on each device; of preferences those before training too
     learned_bytes    of what is trained of it (train.encoder), on each device: weights in float32 and the optimizer's
                      state where they rest, and the sums of its gradients, whole
-    vector_bytes     of one device's part of a batch's vectors [B, T, (1 + deep) * D]
+    vector_bytes     of one device's part of a batch's vectors [B, T, (1 + deep) * D], with their gradients where the
+                     encoder is trained, and with those that preferences are compared with
     encoder_seconds  of a step, on each device: those that share rows read their images in turn
     """
 

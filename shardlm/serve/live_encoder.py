@@ -8,11 +8,13 @@ import pathlib
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import OF_IMAGES, Folder, holds_weights
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import Found, describe
+from shardlm.optim import ENCODER
 from shardlm.serve.alike import of_files
 from shardlm.serve.followers import everywhere
 from shardlm.serve.image_encoder import ImageEncoder
@@ -28,14 +30,17 @@ Tree = Any
 
 def new_encoder(weights: Any, runner: Runner) -> Tree | None:
     """Those of a checkpoint's path, as live_weights.new_weights takes it, at the places of the encoder's that `runner`
-    has. None: that one stays, as the runner's model does not see, `weights` are arrays, or the checkpoint has no
-    encoder, which is logged. Images are prepared as they were at the start in any case.
+    has; of arrays those that a run trains (`TrainState.params`), in the places of what is served. None: that one stays,
+    as the runner's model does not see, arrays have no encoder, or the checkpoint has none, which is logged. Images are
+    prepared as they were at the start in any case.
 
     Raises: ShardlmError for another encoder than is served, or memory that is too small for both.
     """
     own = runner.image_encoder
-    if own is None or not isinstance(weights, str | os.PathLike):
+    if own is None:
         return None
+    if not isinstance(weights, str | os.PathLike):
+        return in_memory(lambda: _learned(own, weights[ENCODER]), own.params) if ENCODER in weights else None
     weights = os.fspath(weights)
     found = describe(weights)
     source = found.source
@@ -65,6 +70,19 @@ def _check(own: ImageEncoder, folder: pathlib.Path, source: Pretrained) -> None:
             f"{folder} has another encoder of images than what is served: {new}, served is {served}; start the server "
             "with it"
         )
+
+
+def _learned(own: ImageEncoder, trained: Tree) -> Tree:
+    """Copies, which whoever gave the arrays may donate afterwards."""
+    there, given = flatten_dict(own.params), flatten_dict(trained)
+    wrong = sorted(".".join(map(str, p)) for p, a in given.items() if p not in there or there[p].shape != a.shape)
+    if wrong:
+        raise ShardlmError(f"these weights are of another encoder of images than what is served: {wrong[0]} is another")
+    made = {
+        path: jax.device_put(a.astype(there[path].dtype), there[path].sharding, may_alias=False)
+        for path, a in given.items()
+    }
+    return jax.block_until_ready(unflatten_dict(there | made))
 
 
 def _read(own: ImageEncoder, found: Found) -> Tree:

@@ -20,6 +20,7 @@ from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import describe, load
 from shardlm.ops.rope import STRETCHED, Rope
 from shardlm.ops.weight_format import AsPublished
+from shardlm.optim import ENCODER
 from shardlm.published_weights import takes_no
 from shardlm.serve.alike import of_files
 from shardlm.serve.followers import everywhere
@@ -140,7 +141,8 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
     """A tree of parameters with its layers apart, in the dtypes and at the places of those that are served: copies,
     which whoever gave the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do.
     Raises ShardlmError where names or shapes differ, with both shapes."""
-    tree = {name: part for name, part in _apart(tree, release).items() if name != "mtp" or name in served.params}
+    left = {"mtp", ENCODER} - served.params.keys()
+    tree = {name: part for name, part in _apart(tree, release).items() if name not in left}
     old = served.params
     if served.model.execution.adapters:
         tree, old = (_without_adapters(params) for params in (tree, old))

@@ -283,8 +283,9 @@ class LLM:
     def update_weights(self, weights: Any, draft: Any = None) -> None:
         """New weights: the path of another checkpoint of this model, or a tree as `TrainState.params`; and of the draft
         model, which without them stays: replies are the model's own in any case, and an old draft is right less often.
-        A checkpoint's encoder of images comes with it; where it has none the old one stays. Nothing is compiled, and
-        the prefix cache is emptied. Raises ShardlmError for what does not fit; the old ones stay then."""
+        A checkpoint's encoder of images comes with it, and of a tree what a run trains of one; the rest of the old one
+        stays. Nothing is compiled, and the prefix cache is emptied. Raises ShardlmError for what does not fit; the
+        old ones stay then."""
         with self._in_turn():
             runner = self.engine.runner
             drafts, params = new_draft(draft, runner), new_weights(weights, runner)

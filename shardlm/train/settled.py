@@ -91,6 +91,7 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
         unroll=config.unroll,
         microbatches=max(shares(config.train, spec.data)),
         rounds=config.pipeline.laps,
+        learns_images=config.train.encoder != "frozen",
         lora=config.lora,
         weights=_frozen(config, shape, rules),
     )

@@ -10,9 +10,9 @@ HEADER = ("parameter", "shape", "names", "at rest", "MiB/device")
 
 
 def format_shardings(program: Program) -> str:
-    """One aligned line a parameter, and the totals; bytes are of the float32 master weights."""
-    leaves = jax.tree_util.tree_leaves_with_path(program.model.shapes)
-    names = jax.tree.leaves(program.model.names, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    """One aligned line a parameter that is trained, and the totals; bytes are of the float32 master weights."""
+    leaves = jax.tree_util.tree_leaves_with_path(program.trained.shapes)
+    names = jax.tree.leaves(program.trained.names, is_leaf=lambda leaf: isinstance(leaf, tuple))
     rows, total_bytes, total_parameters = [HEADER], 0, 0
     for (path, leaf), (stack_names, own_names) in zip(leaves, names, strict=True):
         dims = (*stack_names, *own_names)

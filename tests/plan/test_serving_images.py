@@ -39,7 +39,7 @@ from shardlm.plan.sketch import Sketch
 from shardlm.plan.training_images import RowImages
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.pool_size import CHUNK_TOKENS
-from shardlm.train.config import GrpoConfig, RunConfig, TrainConfig
+from shardlm.train.config import GrpoConfig, PreferenceConfig, RunConfig, TrainConfig
 
 PARTS = "compute", "contention", "exposed"
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -148,6 +148,12 @@ def test_a_step_of_training_on_images(qwen):
     all_of_it = rows.added(dataclasses.replace(sketch, config=learns))
     assert all_of_it.learned_bytes == pytest.approx((12 / 8 + 4) * qwen.seen.parameters, rel=0.01)
     assert all_of_it.encoder_seconds == pytest.approx(5 * found.encoder_seconds)
+    assert all_of_it.vector_bytes == 2 * found.vector_bytes  # and gradients of them
+    # The checkpoint's own encoder beside it, and what that saw.
+    pairs = dataclasses.replace(learns, preference=PreferenceConfig(beta=0.1))
+    compared = rows.added(dataclasses.replace(sketch, config=pairs))
+    assert compared.vector_bytes == 3 * found.vector_bytes and compared.encoder_bytes == 2 * found.encoder_bytes
+    assert compared.encoder_seconds == pytest.approx(6 * found.encoder_seconds)
 
 
 def test_what_a_plan_of_training_says_of_images(folder):

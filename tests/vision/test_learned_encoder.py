@@ -33,6 +33,7 @@ from shardlm.train.config import (
 from shardlm.train.learned_encoder import check_encoder, split_as
 from shardlm.train.program import Program
 from shardlm.train.seeing import sight_of_run
+from shardlm.train.shardings import format_shardings
 from shardlm.train.task import with_eyes
 from shardlm.unread import Unread
 from shardlm.vision.parts import trained_paths
@@ -148,6 +149,19 @@ def test_gradients_are_those_of_one_function(mesh, changes, plain):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(("part", "axis"), [("all", "tensor"), ("projector", "fsdp")])
+def test_stages_give_gradients_of_what_their_first_layers_are_given(part, axis, tmp_path):
+    """Of DeepStack's vectors, which go by the stream: in layers of both stages."""
+    name = "qwen3_vl"
+    folder = references.folder(name, tmp_path)
+    loss, gradients = plainly(program_of(folder, part=part), name, folder)
+    mesh = MeshSpec(pipeline=2, **{axis: 2})
+    took, metrics = stepped(program_of(folder, mesh, part, **GPIPE), name, folder)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert apart({path: a / RATE for path, a in took.items()}, gradients) < 1e-4
+
+
 def test_a_projector_learns_at_its_own_rate(plain):
     """Clipped by one norm, of what is trained alone; beside that nothing is in the state."""
     folder, _, gradients = plain
@@ -158,6 +172,15 @@ def test_a_projector_learns_at_its_own_rate(plain):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     rate = {True: 0.25 * RATE, False: RATE}
     assert apart({p: a / rate[p[0] == ENCODER] * norm / 0.1 for p, a in took.items()}, expected) < 1e-4
+
+
+def test_what_is_trained_of_it_is_among_the_parameters_that_are_printed(tmp_path):
+    program = program_of(references.folder(NAME, tmp_path), MeshSpec(fsdp=2), "projector")
+    *lines, last = format_shardings(program).splitlines()
+    found = {line.split()[0] for line in lines if line.startswith("encoder.")}
+    assert found == {".".join(["encoder", *path]) for path in program.seeing.learned.paths}
+    count = sum(np.prod(s.shape) for s in jax.tree.leaves(program.state_shapes().params))
+    assert last.startswith(f"{count:,} parameters")
 
 
 def test_rows_without_images_leave_the_encoder_as_it_is(plain):

@@ -7,6 +7,7 @@ import shutil
 import sys
 import types
 
+import jax
 import pytest
 import references
 import test_served_images as served_images
@@ -17,6 +18,7 @@ from shardlm import LLM, SamplingParams
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
+from shardlm.optim import ENCODER
 from shardlm.serve import live_encoder
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.train.convert import to_run
@@ -120,6 +122,23 @@ def test_the_old_encoder_stays_where_there_is_no_new_one(llm, folders, expected,
     llm.update_weights(tmp_path / "run")
     assert "read by the encoder that was there before, as that of" in caplog.text
     assert replies(asked(llm, ASKS)) == expected["both"]
+    llm.update_weights(folders["first"])
+
+
+def test_arrays_of_a_run_that_trains_its_encoder_bring_what_it_trains(llm, folders, expected):
+    """As TrainState.params has it, in float32: copies, as the run donates its own."""
+    eyes = LLM(folders["eyes"], **SIZES).engine.runner.image_encoder.params
+    text = load(folders["first"], dtype="float32", rules="replicated").params
+    trained = jax.tree.map(lambda a: a.astype("float32", copy=True), eyes)
+    some = {name: part for name, part in trained.items() if name != "tower"}
+    llm.update_weights(text | {ENCODER: some})
+    assert replies(asked(llm, ASKS)) != expected["first"]
+    llm.update_weights(text | {ENCODER: trained})
+    jax.tree.map(lambda a: a.delete(), trained)
+    assert replies(asked(llm, ASKS)) == expected["eyes"]
+    wrong = {"tower": {"block": {"wq": text["embedding"]}}}
+    with pytest.raises(ShardlmError, match=r"of another encoder of images.*: tower\.block\.wq is another"):
+        llm.update_weights(text | {ENCODER: wrong})
     llm.update_weights(folders["first"])
 
 
