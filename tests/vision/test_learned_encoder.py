@@ -118,6 +118,7 @@ def apart(found, expected) -> float:
 
 NAME = "qwen2_5_vl"
 WIDE = pytest.mark.wide
+UNTRAINED = ("ovis2", "paligemma-first", "paligemma-second")  # images in training are refused (Sight.untrained)
 GPIPE = {"accumulation": 2, "pipeline": PipelineConfig("gpipe", 1)}
 
 
@@ -198,11 +199,13 @@ def test_rows_without_images_leave_the_encoder_as_it_is(plain):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", references.NAMES)
+@pytest.mark.parametrize("name", [name for name in references.NAMES if name not in UNTRAINED])
 def test_every_family_learns(name, tmp_path):
+    """Biases that even the load of experts follow that, and no gradient."""
     folder = references.folder(name, tmp_path)
     _, gradients = plainly(program_of(folder, seq_len=LONG), name, folder)
     took, _ = stepped(program_of(folder, MeshSpec(fsdp=2, tensor=2), seq_len=LONG), name, folder)
+    took, gradients = ({p: a for p, a in one.items() if p[-1] != "router_bias"} for one in (took, gradients))
     assert apart({path: a / RATE for path, a in took.items()}, gradients) < 1e-4
     assert all(np.abs(a).max() > 0 for path, a in gradients.items() if path[0] == ENCODER)
 
