@@ -17,7 +17,7 @@ from shardlm.errors import ShardlmError
 
 Optimizer = Literal["adamw", "lion", "adafactor", "muon", "sgd"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
-OF_HEADS = {"heads", "kv_heads", "kv_heads_whole", "head_dim", "norm"}  # names of dimensions of what heads have
+HEADS = ("heads", "kv_heads", "kv_heads_whole")  # names of a dimension that counts heads
 ENCODER = "encoder"  # among trained parameters: those of an encoder of images (train/learned_encoder.py)
 
 
@@ -231,9 +231,9 @@ def _is_matrix(leaf) -> bool:
 
 def _is_vector(names: tuple[str, ...]) -> bool:
     """Whether a weight of these dimensions is a vector, or one for each expert, in as many dimensions as what makes it
-    has: a bias of queries, keys or values, a norm of heads."""
+    has: a bias of queries, keys or values, a norm of heads. Filters of each channel are none, as elsewhere."""
     own = names[1:] if names[:1] == ("experts",) else names
-    return len(own) < 2 or set(own) <= OF_HEADS
+    return len(own) < 2 or (len(own) == 2 and own[0] in HEADS and own[1] in ("head_dim", "norm"))
 
 
 def muon_rows(names: tuple[str, ...]) -> int:

@@ -19,29 +19,19 @@ from shardlm.models.text_parts import text_config
 from shardlm.vision.images import BILINEAR, newlines, processing
 from shardlm.vision.options import vision_options
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import WITH_PROJECTOR, Siglip, SiglipConfig
+from shardlm.vision.siglip import WITH_PROJECTOR, OnSiglip, Siglip, SiglipConfig
 from shardlm.vision.square_images import SquareImages
-from shardlm.vision.tower import TowerConfig, norm_names
+from shardlm.vision.tower import norm_names
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemma3Config:
+class Gemma3Config(OnSiglip):
     """siglip; pooled: patches a side that are averaged; width of vectors."""
 
-    siglip: SiglipConfig
     pooled: int
     width: int
 
     tensors = WITH_PROJECTOR
-
-    @property
-    def tower(self) -> TowerConfig:
-        """Its layers."""
-        return self.siglip.tower
-
-    @property
-    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        return self.siglip.inputs
 
     @property
     def norm(self) -> NormConfig:

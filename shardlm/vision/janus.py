@@ -19,7 +19,7 @@ from shardlm.vision.images import named, processing, token_ids
 from shardlm.vision.janus_images import JanusImages
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import Siglip, SiglipConfig
+from shardlm.vision.siglip import OnSiglip, Siglip, SiglipConfig
 from shardlm.vision.tower import Linear, TowerConfig, linear_names
 from shardlm.vision.tower_weights import Tensors
 
@@ -28,11 +28,10 @@ ENDS = {"boi": "<begin_of_image>", "eoi": "<end_of_image>"}
 
 
 @dataclasses.dataclass(frozen=True)
-class JanusConfig:
+class JanusConfig(OnSiglip):
     """siglip; width of vectors; activation between the products. kind: `model_type`, which names go by."""
 
     kind: str
-    siglip: SiglipConfig
     width: int
     activation: Activation
 
@@ -41,15 +40,6 @@ class JanusConfig:
         r"^vision_model\.head\.",
         ((r"^model\.", ""), (r"^vision_model\.vision_model\.", "vision_model.")),
     )
-
-    @property
-    def tower(self) -> TowerConfig:
-        """Its layers."""
-        return self.siglip.tower
-
-    @property
-    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        return self.siglip.inputs
 
     def module(self, params: Params) -> nnx.Module:
         return JanusEncoder(self, params)
@@ -98,7 +88,7 @@ def _deepseek(options: Mapping[str, Any], side: int, width: int) -> JanusConfig:
     own = vision_options(options["vision_config"], "siglip_vision_model")
     siglip = SiglipConfig.told(own, side)
     own.finish()
-    return JanusConfig("deepseek_vl", siglip, width, "gelu")
+    return JanusConfig(siglip, "deepseek_vl", width, "gelu")
 
 
 def _janus(options: Mapping[str, Any], side: int, width: int) -> JanusConfig:
@@ -125,4 +115,4 @@ def _janus(options: Mapping[str, Any], side: int, width: int) -> JanusConfig:
             f"config.json has num_image_tokens={told} of images of {side} pixels in patches of {patch}, which are "
             f"{siglip.positions}"
         )
-    return JanusConfig(JANUS, siglip, width, tower.activation)
+    return JanusConfig(siglip, JANUS, width, tower.activation)

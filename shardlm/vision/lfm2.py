@@ -23,20 +23,19 @@ from shardlm.vision.images import processing, program_sizes, token_ids
 from shardlm.vision.lfm2_images import Lfm2Images
 from shardlm.vision.options import activation_of, vision_options
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import WITH_PROJECTOR, SiglipConfig
-from shardlm.vision.tower import Linear, Patches, Tower, TowerConfig, linear_names, norm_names
+from shardlm.vision.siglip import WITH_PROJECTOR, OnSiglip, SiglipConfig
+from shardlm.vision.tower import Linear, Patches, Tower, linear_names, norm_names
 
 MERGER = NormConfig("layer", 1e-5)
 START, END, WHOLE = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
 
 
 @dataclasses.dataclass(frozen=True)
-class Lfm2Config:
+class Lfm2Config(OnSiglip):
     """siglip, whose positions are `learned` a side; longest: patches of a part at most; merge: patches a side that one
     vector is made of; inner: width between the products, their activation and whether they have biases; normed: whether
     there is a norm before them; width of vectors."""
 
-    siglip: SiglipConfig
     learned: int
     longest: int
     merge: int
@@ -47,11 +46,6 @@ class Lfm2Config:
     width: int
 
     tensors = WITH_PROJECTOR
-
-    @property
-    def tower(self) -> TowerConfig:
-        """Its layers."""
-        return self.siglip.tower
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:

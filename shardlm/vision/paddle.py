@@ -22,19 +22,18 @@ from shardlm.vision.options import vision_options
 from shardlm.vision.paddle_images import SIZE, PaddleImages
 from shardlm.vision.qwen_tower import frequencies_of, half_by_half, of_bytes
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import SiglipConfig
-from shardlm.vision.tower import Linear, Patches, Tower, TowerConfig, linear_names, norm_names, shared
+from shardlm.vision.siglip import OnSiglip, SiglipConfig
+from shardlm.vision.tower import Linear, Patches, Tower, linear_names, norm_names, shared
 from shardlm.vision.tower_weights import Tensors
 
 MERGER = NormConfig("layer", 1e-5)
 
 
 @dataclasses.dataclass(frozen=True)
-class PaddleConfig:
+class PaddleConfig(OnSiglip):
     """siglip, whose positions are `side` a side; pixels: how bytes become numbers; theta of the rotation; merge:
     patches a side that one vector is made of; width of vectors."""
 
-    siglip: SiglipConfig
     pixels: Pixels
     theta: float
     merge: int
@@ -45,11 +44,6 @@ class PaddleConfig:
         r"^visual\.(vision_model\.head|(vision_model\.embeddings\.)?packing_position_embedding)\.",
         ((r"^model\.", ""), (r"^mlp_AR\.", "projector.")),
     )
-
-    @property
-    def tower(self) -> TowerConfig:
-        """Its layers."""
-        return self.siglip.tower
 
     @property
     def side(self) -> int:

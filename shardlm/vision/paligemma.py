@@ -15,9 +15,9 @@ from shardlm.models.text_parts import text_config
 from shardlm.vision.images import processing, spelt
 from shardlm.vision.options import vision_options
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import WITH_PROJECTOR, Siglip, SiglipConfig
+from shardlm.vision.siglip import WITH_PROJECTOR, OnSiglip, Siglip, SiglipConfig
 from shardlm.vision.square_images import SquareImages
-from shardlm.vision.tower import Linear, TowerConfig, linear_names
+from shardlm.vision.tower import Linear, linear_names
 
 # What a vision_config leaves to PaliGemma's own defaults.
 USUAL = {"intermediate_size": 4096, "hidden_size": 1152, "patch_size": 14, "image_size": 224}
@@ -25,22 +25,12 @@ USUAL |= {"num_hidden_layers": 27, "num_attention_heads": 16}
 
 
 @dataclasses.dataclass(frozen=True)
-class PaligemmaConfig:
+class PaligemmaConfig(OnSiglip):
     """siglip; width of vectors."""
 
-    siglip: SiglipConfig
     width: int
 
     tensors = WITH_PROJECTOR
-
-    @property
-    def tower(self) -> TowerConfig:
-        """Its layers."""
-        return self.siglip.tower
-
-    @property
-    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        return self.siglip.inputs
 
     def module(self, params: Params) -> nnx.Module:
         return PaligemmaEncoder(self, params)

@@ -87,6 +87,22 @@ class SiglipConfig:
         return found | last if self.last_norm else found
 
 
+@dataclasses.dataclass(frozen=True)
+class OnSiglip:
+    """An encoder whose tower is SigLIP's: of configurations that have more to them."""
+
+    siglip: SiglipConfig
+
+    @property
+    def tower(self) -> TowerConfig:
+        """Its layers."""
+        return self.siglip.tower
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        return self.siglip.inputs
+
+
 class Siglip(nnx.Module):
     """Patches, "positions" [positions, D], tower and norm: [P, D]."""
 

@@ -19,27 +19,22 @@ from shardlm.vision.attending import Tiles
 from shardlm.vision.images import places, processing, token_ids
 from shardlm.vision.options import vision_options
 from shardlm.vision.sight import Sight
-from shardlm.vision.siglip import Siglip, SiglipConfig
+from shardlm.vision.siglip import OnSiglip, Siglip, SiglipConfig
 from shardlm.vision.smolvlm_images import SmolvlmImages, learned
 from shardlm.vision.tiles import tile_sizes
-from shardlm.vision.tower import Linear, TowerConfig, linear_names
+from shardlm.vision.tower import Linear, linear_names
 from shardlm.vision.tower_weights import Tensors
 
 
 @dataclasses.dataclass(frozen=True)
-class SmolvlmConfig:
+class SmolvlmConfig(OnSiglip):
     """siglip; across: patches of a tile's side; merge: patches a side that one vector is made of; width of vectors."""
 
-    siglip: SiglipConfig
     across: int
     merge: int
     width: int
 
     tensors = Tensors(("vision_model.", "connector."))
-
-    @property
-    def tower(self) -> TowerConfig:
-        return self.siglip.tower
 
     @property
     def inputs(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
