@@ -90,6 +90,14 @@ def _gathers_ahead(mesh: Mesh) -> bool:
     return jax.__version_info__ >= (0, 11) and stages == 1 and _without_exchange(mesh)
 
 
+_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_SEVERAL = Option(
+    ((_LIMIT, 8),),
+    "lets all gathers of a layer be under way at once, which over the network take as long as a layer",
+    _several_at_once,
+)
+
+
 def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -> Option:
     """jaxlib 0.11 made the boolean an enum (openxla/xla pull request 45836)."""
     newest = (f"xla_gpu_pipeline_{collective}", "COLLECTIVE_PIPELINING_MODE_ON")
@@ -103,13 +111,19 @@ def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -
 # pipelining computed attention again (6% more FLOPs there) until what is made again waited for the gradients
 # (stack.py); in stages it does not, and with remat=none there is none: 70B on 256 as pipeline=4 x fsdp=4 x context=2 x
 # tensor=8 2.087 and 2.058, and 2.087 with XLA's analytical latencies. Some of the first figures are of programs whose
-# norms still kept more for the backward pass, a part of their difference. With experts exchanged, four collectives at
-# once: Mixtral on 32 2.58 and 2.37, DeepSeek V3 on 1,024 as fsdp=64 x expert=8 x context=2 117 and 105. Inside a host
+# norms still kept more for the backward pass, a part of their difference, and all of a clock that let each link run for
+# itself. DeepSeek V3 on 1,024 as fsdp=64 x expert=8 x context=2, four at once: 117 and 105. Inside a host
 # the loop unrolled twice is enough: Llama 3 8B over 8 GPUs 1.019 s, more at once 1.033; without the limit on memory
 # remat=none 0.93 -> 0.88. With experts exchanged the limit has to stay: without it a step of a small DeepSeek V3 held
 # 63.5 GiB for 50.6. The thresholds of combining stay at their defaults: gigabytes, as some recipes have, merge gathers
 # into ones that nothing can cover. But V3's shared experts and latents, 8 to 29 MB each over 1,024 devices, take 1 ms
 # each for 0.1 ms of bytes: together 84.8 s a step, apart 87.5 (fsdp=32 x expert=8 x context=4).
+# How many at once: a dense layer has six gathers and one or two collectives of its own sequence; with four under way
+# the large gathers begin behind the layer's last product, with eight behind its first. By the clock of one stream, with
+# 4 and 8: 70B on 256 as fsdp=128 x tensor=2 (dots) 8.45 and 7.56 (jaxlib 0.11.2: 8.24 and 7.58), as fsdp=256 8.43 and
+# 8.36, in four stages 23.05 and 23.06; on 64 as fsdp=16 x context=4 2.26 and 2.10, x tensor=4 2.76 and 2.72; 8B on 16
+# the same. Memory: 0.1 to 0.4 GiB more, fsdp=256 1.1. With a stream for each kind
+# (xla_gpu_experimental_enable_collective_multi_streaming) XLA has one gather of a group under way: 9.69.
 # jaxlib 0.11.2 orders a layer's collectives otherwise: inside a host gradients are scattered before anything else and
 # behind nothing, unless gathers are pipelined. Llama 3 8B over 8 H100, 2,048 tokens each, by 0.10.2, by 0.11.2 without
 # and with it: remat=names 0.289, 0.317 and 0.290 s; full 0.293, 0.300 and 0.292; dots 0.257, 0.283 and 0.278; none
@@ -131,11 +145,7 @@ _OVERLAP = (
         "keeps XLA from gathering again, after scheduling, what its estimate of memory has no room for",
         _without_exchange,
     ),
-    Option(
-        (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
-        "lets gathers of several weights be under way at once, which over the network take as long as a layer",
-        _several_at_once,
-    ),
+    _SEVERAL,
     Option(
         (("xla_gpu_all_gather_combine_threshold_bytes", 128 * 2**20),),
         "gathers a layer's small weights together, where each takes as long by itself",
@@ -148,6 +158,29 @@ _OVERLAP = (
     ),
     _pipelined("reduce_scatter", "scatters the gradients of the layer before while this one computes (FSDP)"),
     _pipelined("all_reduce", "the same for replicated data parallel, whose gradients are all-reduced"),
+)
+
+# Tokens sent to experts by a ragged all-to-all. XLA's own kernel for up to eight GPUs gave gradients that were no
+# numbers on GB200 (jaxlib 0.11.0), and with several collectives under way runs hung or gave other gradients each time;
+# one at a time they were right (https://github.com/marin-community/marin/issues/8077, and that project's notes of
+# 2026-09-30). By NCCL the host reads the sizes and waits for them, which was not measured. jaxlib 0.11 has to be told
+# that NCCL is meant.
+_RAGGED = (
+    Option(
+        (("xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel", False),),
+        "sends tokens by NCCL, not by a kernel with which gradients were wrong",
+    ),
+    *(
+        (
+            Option(
+                (("xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback", True),),
+                "lets tokens be sent by NCCL",
+            ),
+        )
+        if jax.__version_info__ >= (0, 11)
+        else ()
+    ),
+    Option(((_LIMIT, 1),), "keeps tokens from being sent beside other collectives, with which runs hung"),
 )
 
 # XLA:CPU has no asynchronous collectives; none of its options was found to help. One keeps numbers right: as it orders
@@ -168,9 +201,10 @@ PROFILES: Mapping[str, tuple[Option, ...]] = MappingProxyType(
 )
 
 
-def resolve_profile(name: Profile, mesh: Mesh) -> XlaOptions:
+def resolve_profile(name: Profile, mesh: Mesh, ragged: bool = False) -> XlaOptions:
     """The options of profile `name` for `mesh` that the installed jaxlib takes when compiling for its devices, which
-    may be compile-only ones. "auto" is the profile of their generation, or "none" for devices not known.
+    may be compile-only ones. "auto" is the profile of their generation, or "none" for devices not known. `ragged`:
+    whether the program sends tokens to experts by ragged all-to-alls.
 
     Raises: ShardlmError for an unknown profile; for an option, never.
     """
@@ -178,7 +212,9 @@ def resolve_profile(name: Profile, mesh: Mesh) -> XlaOptions:
         raise ShardlmError(f"unknown XLA profile {name!r}; choose one of auto, {', '.join(PROFILES)}")
     device = mesh.devices.flat[0]
     profile = profile_of(device) if name == "auto" else name
-    return check_options(profile, [option for option in PROFILES[profile] if option.wanted(mesh)], device)
+    options = [option for option in PROFILES[profile] if option.wanted(mesh) and not (ragged and option is _SEVERAL)]
+    ours = PROFILES[profile] is _OVERLAP
+    return check_options(profile, [*options, *(_RAGGED if ragged and ours else ())], device)
 
 
 def profile_of(device: jax.Device) -> str:

@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 from shardlm import xla_options
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.models.mixtral import MixtralConfig
 from shardlm.topology import topology
+from shardlm.train.config import RunConfig, TrainConfig
+from shardlm.train.program import Program
 from shardlm.xla_options import PROFILES, Option, check_options, profile_of, resolve_profile
 
 HAS_PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
@@ -121,6 +124,44 @@ def test_where_gathers_are_pipelined(monkeypatch):
     assert chosen(one, one, other, other, pipeline=2, tensor=2) == {limit, memory}
     assert chosen(one, other, fsdp=1, expert=2) == {pipelined}
     assert chosen(*[one] * 4, *[other] * 4, fsdp=4, expert=2) == {pipelined, limit}
+
+
+def test_tokens_are_sent_to_experts_by_nccl_and_alone(monkeypatch):
+    monkeypatch.setattr(xla_options, "_error", lambda options, device: None)
+    one, other = (fake(kind="NVIDIA H100 80GB HBM3", process_index=i) for i in range(2))
+    mesh = mesh_of(*[one] * 4, *[other] * 4, fsdp=4, expert=2)
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    own_kernel = "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel"
+    allowed = "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"
+    whole, sent = (resolve_profile("auto", mesh, ragged).options for ragged in (False, True))
+    assert whole[limit] > 1 and own_kernel not in whole
+    assert (sent[limit], sent[own_kernel]) == (1, False)
+    assert (allowed in sent) == (jax.__version_info__ >= (0, 11))
+    assert not resolve_profile("none", mesh, True).options
+
+
+@pytest.mark.gpu_program
+@needs_plugin
+@pytest.mark.parametrize("devices", [8, 16])
+def test_programs_that_send_tokens_say_so(devices):
+    """Of 8 experts two are chosen: over 8 devices tokens are sent, over two they are gathered."""
+    mixture = MixtralConfig(
+        vocab_size=512, embed_dim=256, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64, expert_dim=256
+    )
+
+    def options(expert: int):
+        mesh = MeshSpec(fsdp=devices // expert, expert=expert)
+        train = TrainConfig(global_batch=devices, seq_len=256, accumulation=1)
+        config = RunConfig(model=mixture, mesh=mesh, train=train)
+        program = Program.make(config, mesh.build(topology("h100", devices // 8, 8)))
+        found = program.xla_options()
+        assert not found.left_out
+        return found.options, "ragged_all_to_all" in program.lower_step().as_text()
+
+    for expert, ragged in ((8, True), (2, False)):
+        found, there = options(expert)
+        assert there == ragged
+        assert (found.get("xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel", True) is False) == ragged
 
 
 def test_every_option_has_a_reason():

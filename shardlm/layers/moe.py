@@ -267,10 +267,14 @@ class Moe(nnx.Module):
 
     def dispatch(self, execution: Execution) -> Dispatch:
         """How tokens reach their experts on this mesh."""
-        ranks = execution.rules.mesh.expert if execution.rules.use.axes("experts") else 1
-        exchange = expert_dispatch.choose(ranks, self.config.top_k, "expert" in execution.rules.act.axes("batch"))
-        ragged = execution.grouped_matmul == "tokamax"
-        return Dispatch(self.config.num_experts, ranks, exchange, self.config.capacity_factor, ragged)
+        return dispatch_of(self.config, execution)
+
+
+def dispatch_of(config: MoeConfig, execution: Execution) -> Dispatch:
+    ranks = execution.rules.mesh.expert if execution.rules.use.axes("experts") else 1
+    exchange = expert_dispatch.choose(ranks, config.top_k, "expert" in execution.rules.act.axes("batch"))
+    ragged = execution.grouped_matmul == "tokamax"
+    return Dispatch(config.num_experts, ranks, exchange, config.capacity_factor, ragged)
 
 
 def _hashed(num_experts: int):

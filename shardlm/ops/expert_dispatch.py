@@ -40,6 +40,11 @@ class Dispatch:
     def local_experts(self) -> int:
         return self.num_experts // self.ranks
 
+    @property
+    def sends_ragged(self) -> bool:
+        """Whether programs have ragged all-to-alls, for which XLA has options of their own (xla_options.py)."""
+        return self.ragged and self.exchange == "all_to_all"
+
 
 def choose(ranks: int, top_k: int, split: bool = True) -> Exchange:
     """The exchange that moves fewer bytes. With n tokens of D numbers a device, gathering all tokens of the axis and

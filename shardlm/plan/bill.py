@@ -97,11 +97,11 @@ def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1
     (program_layers.buffers_filled): a program shows the buffers alone. Raises ShardlmError for text that is not an
     optimised module.
 
-    Kernels follow each other as they are scheduled; collectives run beside them, one at a time on each link, from its
-    start, or the end of the one before there: what stays inside an island does not wait for what crosses the network,
-    and copies to the host's memory and from it have a link each. A kernel behind a collective's end waits for it, and
-    one beside it has fewer cores. A synchronous one has its end at its start. Of a conditional, the branch that takes
-    longest; of a loop of unknown length, one iteration.
+    Kernels follow each other as they are scheduled; collectives run beside them in the order in which they start, each
+    from its start or the end of the one before: XLA has one stream for all of them, whichever link they take
+    (https://github.com/openxla/xla/pull/17749). Copies to the host's memory and from it have a stream each. A kernel
+    behind a collective's end waits for it, and one beside it has fewer cores. A synchronous one has its end at its
+    start. Of a conditional, the branch that takes longest; of a loop of unknown length, one iteration.
     """
     schedule = _Schedule(parse(text), cluster, mesh, filled)
     found = collect(schedule.module, schedule.items, lambda items: math.fsum(item.total for item in items))
@@ -213,46 +213,46 @@ class _Schedule:
         return one.wire_bytes * (self.filled if one.kind == "ragged-all-to-all" else 1.0)
 
     def _span(self, name: str) -> _Span:
-        """The clock of the kernels and the times until which the links are busy; every wait is shared out among the
-        collectives that its link is busy with meanwhile."""
+        """The clock of the kernels and the times until which the streams are busy; every wait is shared out among the
+        collectives that its stream is busy with meanwhile."""
         computation = self.module.computations[name]
         clock, busy = 0.0, collections.defaultdict(float)
-        on_links: dict[str, tuple[str, float, float]] = {}  # instruction -> (link, from, until)
+        moved: dict[str, tuple[str, float, float]] = {}  # instruction -> (stream, from, until)
         taken: list[tuple[float, float, float]] = []  # (from, until, share of the cores), of what is not over yet
         slowed: dict[str, float] = {}
         waited: dict[str, float] = collections.defaultdict(float)
 
-        def wait(link: str, until: float) -> float:
-            for other, (its, begin, end) in on_links.items():
+        def wait(stream: str, until: float) -> float:
+            for other, (its, begin, end) in moved.items():
                 overlap = min(end, until) - max(begin, clock)
-                if its == link and overlap > 0:
+                if its == stream and overlap > 0:
                     waited[other] += overlap
             return max(clock, until)
 
         for at in computation.instructions:
             moving = self._moving(computation, at)
             if moving:
-                way, seconds, cores = moving
-                begin = max(clock, busy[way])
-                busy[way] = begin + seconds
-                on_links[at.name] = (way, begin, busy[way])
-                taken.append((begin, busy[way], cores))
+                stream, seconds, cores = moving
+                begin = max(clock, busy[stream])
+                busy[stream] = begin + seconds
+                moved[at.name] = (stream, begin, busy[stream])
+                taken.append((begin, busy[stream], cores))
                 if _synchronous(at):
-                    clock = wait(way, busy[way])
+                    clock = wait(stream, busy[stream])
             elif at.opcode.endswith(("-done", "-update")):
                 started = _start(computation, at)
-                if started in on_links and at.opcode.endswith("-done"):
-                    way, _, until = on_links[started]
-                    clock = wait(way, until)
+                if started in moved and at.opcode.endswith("-done"):
+                    stream, _, until = moved[started]
+                    clock = wait(stream, until)
             else:
                 seconds, alone = self._seconds(computation, at), at.opcode in _RUN_OTHERS
                 taken = [one for one in taken if one[1] > clock]
                 until = clock + seconds if alone else _ends(clock, seconds, taken)
                 slowed[at.name] = until - clock - seconds
                 clock = until
-        for way, until in sorted(busy.items(), key=lambda item: item[1]):
-            clock = wait(way, until)  # what is never waited for ends with the computation
-        waits = {name: (end - begin, waited[name]) for name, (_, begin, end) in on_links.items()}
+        for stream, until in sorted(busy.items(), key=lambda item: item[1]):
+            clock = wait(stream, until)  # what is never waited for ends with the computation
+        waits = {name: (end - begin, waited[name]) for name, (_, begin, end) in moved.items()}
         return _Span(clock, waits, slowed)
 
     def _seconds(self, computation: Computation, at: Instruction) -> float:
@@ -291,18 +291,19 @@ class _Schedule:
         return next(filter(None, found), None)
 
     def _moving(self, computation: Computation, at: Instruction) -> tuple[str, float, float] | None:
-        """(link, seconds, share of the cores) of a collective or a copy that `at` is, or issues."""
+        """(stream, seconds, share of the cores) of a collective or a copy that `at` is, or issues."""
         if inner := self._collective(computation, at):
             axes = spanned_axes(inner[1], self.mesh.sizes())
             arrays = moved_by(self.module, Visit(inner[1], inner[0], 1, 0, "", None), self.mesh.sizes())
             route = route_of(self.cluster.group(self.mesh, axes), self.cluster)
             seconds = route.seconds(arrays[0].kind, math.fsum(map(self._sent, arrays)), 1)
-            return link(self.cluster, self.mesh, axes), seconds, route.cores
+            return _COLLECTIVES, seconds, route.cores
         if copy := host_copy(self.module, computation, at):  # both ways at once, by engines of their own
             return copy.direction, copy.nbytes / self.cluster.host_bytes_per_second + self.kernels.gap, 0.0
         return None
 
 
+_COLLECTIVES = "collectives"  # the stream of all of them
 _RUN_OTHERS = ("while", "conditional", "call", "async-start", "call-start")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardlm import weights
 from shardlm.hf_files import Folder
+from shardlm.layers.moe import MoeConfig, dispatch_of
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
@@ -231,7 +232,9 @@ class Program:
 
     def xla_options(self) -> XlaOptions:
         """Compiler options of config.xla_profile that the installed jaxlib takes, for `Lowered.compile`."""
-        return resolve_profile(self.config.xla_profile, self.mesh)
+        moes = [block.mlp for block in self.model.config.blocks() if isinstance(block.mlp, MoeConfig)]
+        ragged = any(dispatch_of(moe, self.model.execution).sends_ragged for moe in moes)
+        return resolve_profile(self.config.xla_profile, self.mesh, ragged)
 
     def decoder(self) -> ModelDef:
         """The same model for generating from the same parameters on the same mesh."""

@@ -129,8 +129,8 @@ def test_collectives_under_way_together_share_a_link_and_no_kernel_twice():
     assert step.step_seconds == pytest.approx(first + (long - first) + short + MATMUL)
 
 
-def test_what_stays_inside_an_island_does_not_wait_for_the_network():
-    """Beside each other over fsdp, between hosts, and tensor, inside one; one after the other over the same link."""
+def test_what_stays_inside_an_island_waits_for_the_network():
+    """Over fsdp, between hosts, and tensor, inside one: the short one begins as the long one ends."""
     mesh, cluster = MeshSpec(fsdp=2, tensor=8), Cluster.of(GPUS["h100"], 16)
     inside = "replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}"
     across = "replica_groups={{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
@@ -143,16 +143,14 @@ def test_what_stays_inside_an_island_does_not_wait_for_the_network():
 
     long = route("fsdp").seconds("all-gather", 2 * 131072 * N / 2, 1)
     short = route("tensor").seconds("reduce-scatter", 2 * N * N * 7 / 8, 1)
-    network, nvlink = route("fsdp").cores, route("tensor").cores
-    first = short + (MATMUL - short * (1 - network - nvlink)) / (1 - network)
-    second = MATMUL / (1 - network)
-    assert short < MATMUL < first and first + second < long, "the short one ends beside the first kernel"
+    first = MATMUL / (1 - route("fsdp").cores)
+    assert short < first < long
     assert {row.link: row.exposed_seconds for row in step.rows} == {
-        "network": pytest.approx(long - first - second),
-        "NVLink": 0,
+        "network": pytest.approx(long - first),
+        "NVLink": pytest.approx(short),
     }
-    assert step.contention_seconds == pytest.approx(first + second - 2 * MATMUL)
-    assert step.step_seconds == pytest.approx(long)
+    assert step.contention_seconds == pytest.approx(first - MATMUL)
+    assert step.step_seconds == pytest.approx(long + short + MATMUL)
 
 
 def test_xlas_own_estimate_stands_beside():
