@@ -70,10 +70,15 @@ def _without_exchange(mesh: Mesh) -> bool:
     return mesh.shape.get("expert", 1) == 1
 
 
-def _several_at_once(mesh: Mesh) -> bool:
-    """Where gathers of weights have something to run beside: over the network and, with experts exchanged, over enough
-    devices. Of fewer what is under way is up to 10% more memory (data=2 x fsdp=2 x expert=8, compiled)."""
-    return _over_network(mesh) and (_without_exchange(mesh) or mesh.shape.get("fsdp", 1) >= 4)
+def _all_at_once(mesh: Mesh) -> bool:
+    """Where gathers of weights have something to run beside: over the network."""
+    return _over_network(mesh) and _without_exchange(mesh)
+
+
+def _some_at_once(mesh: Mesh) -> bool:
+    """With experts exchanged, over enough devices. Of fewer what is under way is up to 10% more memory (data=2 x fsdp=2
+    x expert=8, compiled), and of more than four at once too (a small DeepSeek V3 as fsdp=8 x expert=4: 9%)."""
+    return _over_network(mesh) and not _without_exchange(mesh) and mesh.shape.get("fsdp", 1) >= 4
 
 
 def _over_many(mesh: Mesh) -> bool:
@@ -91,10 +96,13 @@ def _gathers_ahead(mesh: Mesh) -> bool:
 
 
 _LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
-_SEVERAL = Option(
-    ((_LIMIT, 8),),
-    "lets all gathers of a layer be under way at once, which over the network take as long as a layer",
-    _several_at_once,
+_SEVERAL = (
+    Option(
+        ((_LIMIT, 8),),
+        "lets all gathers of a layer be under way at once, which over the network take as long as a layer",
+        _all_at_once,
+    ),
+    Option(((_LIMIT, 4),), "the same of some of them, where experts are exchanged", _some_at_once),
 )
 
 
@@ -145,7 +153,7 @@ _OVERLAP = (
         "keeps XLA from gathering again, after scheduling, what its estimate of memory has no room for",
         _without_exchange,
     ),
-    _SEVERAL,
+    *_SEVERAL,
     Option(
         (("xla_gpu_all_gather_combine_threshold_bytes", 128 * 2**20),),
         "gathers a layer's small weights together, where each takes as long by itself",
@@ -212,7 +220,7 @@ def resolve_profile(name: Profile, mesh: Mesh, ragged: bool = False) -> XlaOptio
         raise ShardlmError(f"unknown XLA profile {name!r}; choose one of auto, {', '.join(PROFILES)}")
     device = mesh.devices.flat[0]
     profile = profile_of(device) if name == "auto" else name
-    options = [option for option in PROFILES[profile] if option.wanted(mesh) and not (ragged and option is _SEVERAL)]
+    options = [option for option in PROFILES[profile] if option.wanted(mesh) and not (ragged and option in _SEVERAL)]
     ours = PROFILES[profile] is _OVERLAP
     return check_options(profile, [*options, *(_RAGGED if ragged and ours else ())], device)
 
