@@ -99,9 +99,11 @@ def compiled_step(text: str, cluster: Cluster, mesh: MeshSpec, filled: float = 1
 
     Kernels follow each other as they are scheduled; collectives run beside them in the order in which they start, each
     from its start or the end of the one before: XLA has one stream for all of them, whichever link they take
-    (https://github.com/openxla/xla/pull/17749). Copies to the host's memory and from it have a stream each. A kernel
-    behind a collective's end waits for it, and one beside it has fewer cores. A synchronous one has its end at its
-    start. Of a conditional, the branch that takes longest; of a loop of unknown length, one iteration.
+    (https://github.com/openxla/xla/pull/17749). One that is written without start and end runs among the kernels, when
+    its link is free (https://github.com/openxla/xla/pull/46463, from jaxlib 0.11 on). Copies to the host's memory and
+    from it have a stream each. A kernel behind a collective's end waits for it, and one beside it has fewer cores. A
+    synchronous one has its end at its start. Of a conditional, the branch that takes longest; of a loop of unknown
+    length, one iteration.
     """
     schedule = _Schedule(parse(text), cluster, mesh, filled)
     found = collect(schedule.module, schedule.items, lambda items: math.fsum(item.total for item in items))
@@ -216,7 +218,7 @@ class _Schedule:
         """The clock of the kernels and the times until which the streams are busy; every wait is shared out among the
         collectives that its stream is busy with meanwhile."""
         computation = self.module.computations[name]
-        clock, busy = 0.0, collections.defaultdict(float)
+        clock, busy, links = 0.0, collections.defaultdict(float), collections.defaultdict(float)
         moved: dict[str, tuple[str, float, float]] = {}  # instruction -> (stream, from, until)
         taken: list[tuple[float, float, float]] = []  # (from, until, share of the cores), of what is not over yet
         slowed: dict[str, float] = {}
@@ -232,9 +234,11 @@ class _Schedule:
         for at in computation.instructions:
             moving = self._moving(computation, at)
             if moving:
-                stream, seconds, cores = moving
+                stream, way, seconds, cores = moving
+                if not at.opcode.endswith("-start"):  # among the kernels: beside what other links move
+                    clock, stream = wait(stream, links[way]), at.name
                 begin = max(clock, busy[stream])
-                busy[stream] = begin + seconds
+                busy[stream] = links[way] = begin + seconds
                 moved[at.name] = (stream, begin, busy[stream])
                 taken.append((begin, busy[stream], cores))
                 if _synchronous(at):
@@ -290,16 +294,17 @@ class _Schedule:
         found = (self._collective(c, other) for c in inner for other in c.instructions)
         return next(filter(None, found), None)
 
-    def _moving(self, computation: Computation, at: Instruction) -> tuple[str, float, float] | None:
-        """(stream, seconds, share of the cores) of a collective or a copy that `at` is, or issues."""
+    def _moving(self, computation: Computation, at: Instruction) -> tuple[str, str, float, float] | None:
+        """(stream, link, seconds, share of the cores) of a collective or a copy that `at` is, or issues."""
         if inner := self._collective(computation, at):
             axes = spanned_axes(inner[1], self.mesh.sizes())
             arrays = moved_by(self.module, Visit(inner[1], inner[0], 1, 0, "", None), self.mesh.sizes())
             route = route_of(self.cluster.group(self.mesh, axes), self.cluster)
             seconds = route.seconds(arrays[0].kind, math.fsum(map(self._sent, arrays)), 1)
-            return _COLLECTIVES, seconds, route.cores
+            return _COLLECTIVES, link(self.cluster, self.mesh, axes), seconds, route.cores
         if copy := host_copy(self.module, computation, at):  # both ways at once, by engines of their own
-            return copy.direction, copy.nbytes / self.cluster.host_bytes_per_second + self.kernels.gap, 0.0
+            seconds = copy.nbytes / self.cluster.host_bytes_per_second + self.kernels.gap
+            return copy.direction, copy.direction, seconds, 0.0
         return None
 
 

@@ -153,6 +153,29 @@ def test_what_stays_inside_an_island_waits_for_the_network():
     assert step.step_seconds == pytest.approx(long + short + MATMUL)
 
 
+def test_a_collective_among_the_kernels_waits_for_its_own_link_alone():
+    """Over tensor beside a gather over the network, and over fsdp behind it."""
+    mesh, cluster = MeshSpec(fsdp=2, tensor=8), Cluster.of(GPUS["h100"], 16)
+    inside = "replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}"
+    across = "replica_groups={{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+    among = TWO.replace("%short = ((bf16[4096,4096]), bf16[512,4096]) async-start(%x), calls=%wrapped\n", "")
+    assert among != TWO
+    long = Route.of(cluster.group(mesh, ("fsdp",)), cluster).seconds("all-gather", 2 * 131072 * N / 2, 1)
+    for axis, groups in (("tensor", inside), ("fsdp", across)):
+        summed = f"%shorted = bf16[{N},{N}] all-reduce(%x), {groups}, to_apply=%add"
+        text = among.replace("%shorted = bf16[512,4096] async-done(%short)", summed)
+        step = compiled_step(text.replace(GROUPS, across).replace("524288", "131072"), cluster, mesh)
+        found = Route.of(cluster.group(mesh, (axis,)), cluster)
+        short = found.seconds("all-reduce", found_bytes(axis) * N * N, 1)
+        exposed = {row.kind: row.exposed_seconds for row in step.rows}
+        assert exposed["all-reduce"] == pytest.approx(short)
+        assert step.step_seconds < long + short if axis == "tensor" else step.step_seconds > long + short
+
+
+def found_bytes(axis: str) -> float:
+    return 2 * 2 * (7 / 8 if axis == "tensor" else 1 / 2)
+
+
 def test_xlas_own_estimate_stands_beside():
     cost = '"reification_cost":[{"exec_time_us":250.0,"name":""},{"exec_time_us":1e9,"name":"sol"}]'
     step = step_of(512, note=f", backend_config={{{cost}}}")
