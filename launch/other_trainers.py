@@ -37,6 +37,10 @@ OTHER_TRAINERS = {
     **dict.fromkeys(("lr_scheduler_type", "lr_decay_style"), "it is --config.optim.schedule=cosine, linear, ..."),
     "max_grad_norm": "it is --config.optim.clip_norm=X",
     **dict.fromkeys(("dataset_name", "dataset_path", "train_file"), "it is --config.data.train=FILES"),
+    **dict.fromkeys(
+        ("data_path", "dataset_mixer", "mixture_weights", "interleave_probs"),
+        "they are --config.data.train=A,B and --config.data.weights=0.7,0.3",
+    ),
     **dict.fromkeys(("lora_r", "lora_rank"), "it is --config.lora.rank=N, as in configs/lora.py"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "it is --config.lora.base=int4 or int8, as in configs/lora.py"),
     **dict.fromkeys(

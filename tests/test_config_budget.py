@@ -23,7 +23,7 @@ MODELS = {
 FIELDS = {
     "data": {
         "train", "validation", "tokenizer", "chat_template", "max_pixels", "text_key", "packing", "on_bad_utf8",
-        "cache_dir", "seed",
+        "cache_dir", "seed", "weights",
     },
     "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
     "optim": {

@@ -17,6 +17,7 @@ from shardlm.files import cannot_write
 from shardlm.metrics.jsonl import JsonLines
 
 TRAIN_LOSS, VALIDATION_LOSS = "loss", "validation_loss"  # the two names that other modules look for
+BY_SOURCE = f"{VALIDATION_LOSS}/"  # and the source's name: of one of several
 FILE_NAME = "metrics.jsonl"
 FLUSH_SECONDS = 10.0
 

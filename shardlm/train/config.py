@@ -38,7 +38,7 @@ class TrainConfig:
     seed           of the initial weights
     log_every      steps between metric lines
     eval_every     steps between evaluations
-    eval_batches   validation batches an evaluation reads; 0 reads all
+    eval_batches   validation batches an evaluation reads, with data.weights of each source; 0 reads all
     max_bad_steps  non-finite steps in a row that stop the run; each is skipped and reported
     baselines      compare the final validation loss with unigram and bigram models of the training tokens
     sample_prompt  at the end, show what the model makes of this text; "" shows nothing
