@@ -51,5 +51,9 @@ OTHER_TRAINERS = {
         ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner"),
         "it is --config.train.encoder=frozen, projector or all, and optim.encoder_rate a factor on its learning rate",
     ),
-    "report_to": "metrics.jsonl and tensorboard/ are written to --config.run_dir in any case",
+    **dict.fromkeys(
+        ("report_to", "wandb_project", "use_wandb", "enable_wandb"),
+        "metrics.jsonl and tensorboard/ are in --config.run_dir in any case; --config.trackers=wandb, mlflow or "
+        "trackio sends them there too",
+    ),
 }

@@ -9,6 +9,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.stack import Remat
 from shardlm.mesh import MeshSpec
+from shardlm.metrics.trackers import TrackerName
 from shardlm.ops.attention import ContextAttention, Implementation
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.optim import OptimConfig
@@ -254,6 +255,7 @@ class RunConfig:
                  of layers is not copied into stacks (remat=dots: 5 to 6% of a step, estimated; compiling is 1.4 to 2.5
                  times as long)
     xla_profile  named compiler options; "auto" picks by GPU generation (xla_options.py)
+    trackers     experiment trackers that get the metrics too: "wandb", "mlflow", "trackio" (metrics/trackers.py)
     run_dir      checkpoints, logs, configuration and tokenizer go here; an interrupted run resumes from here
     cpu_devices  virtual CPU devices to make; 0 uses the real devices
     """
@@ -279,6 +281,7 @@ class RunConfig:
     local_sgd: LocalSgdConfig = LocalSgdConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     xla_profile: str = "auto"
+    trackers: tuple[TrackerName, ...] = ()
     run_dir: str = "runs/default"
     cpu_devices: int = 0
 
