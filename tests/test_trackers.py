@@ -149,6 +149,7 @@ def test_a_tracker_that_stands_still_holds_nothing_up(run, monkeypatch):
 def test_what_is_not_installed_is_refused(run):
     check_trackers(("wandb", "mlflow"))
     (run.parent.parent / "trackio.py").unlink()
+    (run.parent.parent / "trackio").mkdir()  # of runs
     with pytest.raises(ShardlmError, match=r"trackers=wandb,trackio: trackio is not installed; pip install it"):
         check_trackers(("wandb", "trackio"))
     with pytest.raises(ShardlmError, match=r"trackers=wandb,wandb: name each once"):

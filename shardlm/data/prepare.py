@@ -7,7 +7,9 @@ sizes and times of the files and by every setting that changes the tokens.
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import hashlib
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -144,6 +146,7 @@ def _sample(documents: Iterator[Document], total: int, progress: Progress) -> It
 
 
 def _shards_or_sources(paths: Sequence[str], cache: Path) -> TokenShards | tuple[Source, ...]:
+    paths = [one for path in paths for one in _directories_of_shards(path) or [path]]
     made = [path for path in paths if is_shards(path)]
     if made and len(made) < len(paths):
         rest = [path for path in paths if path not in made]
@@ -158,6 +161,12 @@ def _shards_or_sources(paths: Sequence[str], cache: Path) -> TokenShards | tuple
         files = dict(zip(standard_library.NAMES, standard_library.materialise(directory), strict=True))
         paths = [str(files.get(path, path)) for path in paths]
     return find_sources(paths)
+
+
+def _directories_of_shards(pattern: str) -> list[str]:
+    """What a pattern matches, where that is shards and nothing else."""
+    found = [] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    return found if all(map(is_shards, found)) else []
 
 
 def _key(config: DataConfig, sight: Sight | None, *datasets: TokenShards | tuple[Source, ...]) -> str:

@@ -28,7 +28,8 @@ _Session = tuple[str, Callable[[int, Mapping[str, float]], Any], Callable[[bool]
 def check_trackers(names: Sequence[TrackerName]) -> None:
     """Raises ShardlmError for one whose package is not installed, or that is named twice."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # of a folder wandb/ of runs, in which there is no package
             raise ShardlmError(f"trackers={','.join(names)}: {name} is not installed; pip install it, or leave it out")
     if len(set(names)) < len(names):
         raise ShardlmError(f"trackers={','.join(names)}: name each once")

@@ -113,14 +113,14 @@ def opening(program: Program, of_data: list[str], changes: list[str], step: int 
 def of_texts(program: Program, data: Prepared, loader: Loader) -> list[str]:
     """The data of a run in a few lines."""
     config, train = program.config, program.config.train
-    tokens = train.steps * train.global_batch * train.seq_len
+    tokens, drawn = train.steps * train.global_batch * train.seq_len, loader.drawn(train.steps)
     lines = [
         f"data: {data.train.num_tokens:,} training tokens, {data.validation.num_tokens:,} validation tokens, "
         f"vocabulary {data.tokenizer.vocab_size:,}, {loader.padding_fraction:.2%} padding",
-        f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
-        f"{tokens / data.train.num_tokens:.2f} epochs",
+        f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens"
+        + ("" if drawn else f", {tokens / data.train.num_tokens:.2f} epochs"),
     ]
-    for one in loader.drawn(train.steps):
+    for one in drawn:
         what = f"source {one.name}: {one.num_tokens:,} tokens, weight {one.share:.4g}"
         lines.append(f"{what}, {one.epochs:.2f} epochs over this run")
     if program.seeing:
