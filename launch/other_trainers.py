@@ -37,6 +37,10 @@ OTHER_TRAINERS = {
     **dict.fromkeys(("lr_scheduler_type", "lr_decay_style"), "it is --config.optim.schedule=cosine, linear, ..."),
     "max_grad_norm": "it is --config.optim.clip_norm=X",
     **dict.fromkeys(("dataset_name", "dataset_path", "train_file"), "it is --config.data.train=FILES"),
+    **dict.fromkeys(
+        ("data_path", "dataset_mixer", "mixture_weights", "interleave_probs"),
+        "they are --config.data.train=A,B and --config.data.weights=0.7,0.3",
+    ),
     **dict.fromkeys(("lora_r", "lora_rank"), "it is --config.lora.rank=N, as in configs/lora.py"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "it is --config.lora.base=int4 or int8, as in configs/lora.py"),
     **dict.fromkeys(
@@ -47,5 +51,9 @@ OTHER_TRAINERS = {
         ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner"),
         "it is --config.train.encoder=frozen, projector or all, and optim.encoder_rate a factor on its learning rate",
     ),
-    "report_to": "metrics.jsonl and tensorboard/ are written to --config.run_dir in any case",
+    **dict.fromkeys(
+        ("report_to", "wandb_project", "use_wandb", "enable_wandb"),
+        "metrics.jsonl and tensorboard/ are in --config.run_dir in any case; --config.trackers=wandb, mlflow or "
+        "trackio sends them there too",
+    ),
 }

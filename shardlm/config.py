@@ -6,6 +6,7 @@ others what the fields mean: a dataclass lives beside the code that reads it and
 `__post_init__`.
 """
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -80,7 +81,7 @@ def load(path: str) -> Any:
 def override(config: Any, assignments: Sequence[tuple[str, str]]) -> Any:
     """A copy of `config` with each `(dotted path, text)` applied; of two for one path the later wins.
 
-    Text is read by the type of the field: `50`, `3e-4`, `true`, `none`, a word; for tuples `a,b,c` or JSON.
+    Text is read by the type of the field: `50`, `3e-4`, `true`, `none`, a word; for tuples `a,b,c`, JSON or `(a, b)`.
     The groups in a tuple go by index, as in `segments.0.repeats`.
 
     Raises: ShardlmError for an unknown field (naming the nearest), a wrong type, or what a dataclass refuses.
@@ -216,4 +217,7 @@ def _readings(text: str, hint: Any) -> Iterator[tuple[Any, bool]]:
             yield json.loads(text), True
     yield text, False
     if any(typing.get_origin(option) is tuple for option in tree.options(hint)):
+        if text.startswith("("):  # as --print_config shows it
+            with contextlib.suppress(SyntaxError, ValueError):
+                yield ast.literal_eval(text), True
         yield [item.strip() for item in text.split(",")] if text else [], False

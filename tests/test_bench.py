@@ -16,7 +16,7 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.optim import OptimConfig
 from shardlm.train import strategies
-from shardlm.train.bench import bench_training, random_batch
+from shardlm.train.bench import _setting, bench_training, random_batch
 from shardlm.train.config import GrpoConfig, RunConfig, TrainConfig
 from shardlm.train.policy import Policy
 from shardlm.train.program import Program
@@ -58,6 +58,13 @@ def test_result_is_complete(result):
     assert set(result["versions"]) == {"jax", "jaxlib", "flax", "optax", "python", "shardlm"}
     assert (result["steps"], result["warmup"], result["devices"]) == (4, 1, 4)
     assert result["mesh"]["tensor"] == 2 and result["rules"] == "zero3" and result["precision"] == "fp32"
+
+
+def test_what_is_not_timed_of_a_configuration_is_said(program):
+    train = dataclasses.replace(program.config.train, encoder="projector")
+    sees = dataclasses.replace(program, config=dataclasses.replace(program.config, train=train))
+    assert _setting(sees)["left_out"].startswith("images and train.encoder=projector: the step is one of text")
+    assert "left_out" not in _setting(program)
 
 
 def test_rates_agree_with_the_median_step(result):

@@ -23,7 +23,7 @@ MODELS = {
 FIELDS = {
     "data": {
         "train", "validation", "tokenizer", "chat_template", "max_pixels", "text_key", "packing", "on_bad_utf8",
-        "cache_dir", "seed",
+        "cache_dir", "seed", "weights",
     },
     "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
     "optim": {
@@ -46,8 +46,8 @@ FIELDS = {
     "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},
     "checkpoint": {"every_steps", "keep", "keep_best"},
     "": {
-        "rules", "precision", "remat", "attention", "context_attention", "matmul", "unroll", "xla_profile", "run_dir",
-        "cpu_devices",
+        "rules", "precision", "remat", "attention", "context_attention", "matmul", "unroll", "xla_profile", "trackers",
+        "run_dir", "cpu_devices",
     },
 }  # fmt: skip
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

@@ -172,6 +172,7 @@ def test_the_clip_ends_gradients_on_its_own_side_alone():
         ({"lora": LoraConfig(4, base="int4")}, "set lora.base to dtype"),
         ({"train": TrainConfig(global_batch=16, seq_len=T, z_loss=1e-4)}, "set train.z_loss to 0"),
         ({"data": DataConfig(packing="pairs")}, "data.packing to cut"),
+        ({"data": DataConfig(weights=(1.0,))}, "prompts are taken one as often as the other; leave data.weights out"),
     ],
 )
 def test_refusals(changes, message):

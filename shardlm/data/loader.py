@@ -1,16 +1,18 @@
 """Batches for training and evaluation: the order of rows, the part that a process reads, prefetch, position.
 
-Built on grain: rows -> shuffle -> repeat -> batches -> reader threads. What is in a row is `packing`'s.
+Built on grain: rows -> shuffle -> repeat -> batches -> reader threads. What is in a row is `packing`'s, whose turn it
+is of several sources with weights `mixture`'s.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
 from shardlm.data.config import Packing
+from shardlm.data.mixture import Drawn, Mixed, MixedRows
 from shardlm.data.packing import PADDING_ROW, Batch, CutRows, WholeRows, make_rows
 from shardlm.data.row_images import ImageAt, Look, image_at
 from shardlm.data.shards import TokenShards
@@ -28,6 +30,9 @@ class Loader:
     Row g of global batch b is row b * global_batch + g of the epochs laid end to end, each shuffled anew.
     This depends on the seed only, so however the rows of a batch are divided over processes, all of them
     together read the same batch, and `get_state` fits any division.
+
+    Of sources with weights each has its epochs, shuffled anew, and in every batch its share of the tokens, to within a
+    few rows; which row of the batch is whose changes from one to the next.
 
     Attributes:
       num_rows: in an epoch.
@@ -48,10 +53,14 @@ class Loader:
         epochs: int | None = None,
         sight: Sight | None = None,
         look: Look | None = None,
+        sources: Mapping[str, TokenShards] | None = None,
+        weights: Sequence[float] = (),
     ):
         """Packs and starts reading.
 
         Args:
+          sources, weights: by name the parts of `shards`, one after the other, and the share of each in the tokens that
+            are read; none: all of them in their proportions. They have no end (`epochs`).
           rows: the rows of the global batch that this process needs, ascending; None for all of them.
           sight: how the model sees, by which images are prepared; where its tokens stand on three axes, batches have
             `turns`.
@@ -63,7 +72,9 @@ class Loader:
           ShardlmError: `rows` are not rows of the batch, or the data do not fill one batch.
         """
         self._local = _checked_rows(rows, global_batch)
-        self._rows = make_rows(shards, seq_len, packing, axes=sight is not None and sight.axes)
+        axes = sight is not None and sight.axes
+        mixed = MixedRows(sources, weights, seq_len, packing, axes) if weights else None
+        self._rows = mixed or make_rows(shards, seq_len, packing, axes)
         self._looks = _Looks.make(shards, self._rows, sight, look)
         self.num_rows = len(self._rows)
         self.padding_fraction = self._rows.padding_fraction
@@ -83,10 +94,11 @@ class Loader:
             "shuffle": shuffle,
             "epochs": epochs,
         }
-        order = grain.MapDataset.range(self.num_rows)
-        if shuffle:
-            order = order.shuffle(seed=_shuffle_seed(seed))
-        self._order = order.repeat(epochs)
+        if mixed:
+            self._identity |= {"weights": list(weights), "sources": [one.fingerprint for one in sources.values()]}
+            self._order = _mixed_order(mixed, seed, global_batch, shuffle)
+        else:
+            self._order = _order((0, self.num_rows), seed, shuffle).repeat(epochs)
         self._global_batch = global_batch
         self._prefetch = prefetch
         self._iterator = self._read_from(0)
@@ -105,6 +117,10 @@ class Loader:
         """Epochs read so far, with the fraction of the current one."""
         return self._next_batch * self._global_batch / self.num_rows
 
+    def drawn(self, batches: int) -> list[Drawn]:
+        """What so many batches take of each source with a weight."""
+        return self._rows.drawn(batches * self._global_batch) if isinstance(self._rows, MixedRows) else []
+
     def get_state(self) -> dict:
         """The position, ready for JSON, the same in every process."""
         return {"next_batch": self._next_batch, **self._identity}
@@ -115,10 +131,9 @@ class Loader:
         Raises:
           ShardlmError: the state belongs to other data, another seed or another shape of batch.
         """
+        own = dict.fromkeys(("weights", "sources")) | self._identity  # which a state may have where this has none
         differing = [
-            f"{name} was {state.get(name)!r}, is {value!r}"
-            for name, value in self._identity.items()
-            if state.get(name) != value
+            f"{name} was {state.get(name)!r}, is {value!r}" for name, value in own.items() if state.get(name) != value
         ]
         if differing:
             raise ShardlmError(
@@ -254,6 +269,17 @@ def _checked_rows(rows: Sequence[int] | None, global_batch: int) -> np.ndarray:
     return local
 
 
-def _shuffle_seed(seed: int) -> int:
+def _order(rows: tuple[int, int], seed: int | Sequence[int], shuffle: bool) -> grain.MapDataset:
+    """Of the rows from one to another in an epoch."""
+    order = grain.MapDataset.range(*rows)
+    return order.shuffle(seed=_shuffle_seed(seed)) if shuffle else order
+
+
+def _mixed_order(rows: MixedRows, seed: int, global_batch: int, shuffle: bool) -> grain.MapDataset:
+    each = [_order(own, [seed, number], shuffle).repeat() for number, own in enumerate(rows.ranges)]
+    return Mixed(each, rows.parts, global_batch, seed if shuffle else None)
+
+
+def _shuffle_seed(seed: int | Sequence[int]) -> int:
     """32 bits far from those of neighbouring seeds: grain shuffles epoch e with this plus e."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0])

@@ -7,9 +7,11 @@ sizes and times of the files and by every setting that changes the tokens.
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import hashlib
+import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,15 @@ _PROBE = (600, 900)  # pixels of an image that some families cut into tiles
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a run needs. `tokenizer_path` is the file to keep beside a checkpoint."""
+    """What a run needs. `tokenizer_path` is the file to keep beside a checkpoint; `train_sources` and
+    `validation_sources` are by name the parts of the others, where data.weights tells them apart."""
 
     tokenizer: Tokenizer
     tokenizer_path: Path
     train: TokenShards
     validation: TokenShards
+    train_sources: Mapping[str, TokenShards] = dataclasses.field(default_factory=dict)
+    validation_sources: Mapping[str, TokenShards] = dataclasses.field(default_factory=dict)
 
 
 def prepare(
@@ -59,16 +64,24 @@ def prepare(
     """
     cache = Path(config.cache_dir)
     with _lock(cache):
-        train = _shards_or_sources(config.train, cache)
-        validation = _shards_or_sources(config.validation, cache)
-        home = cache / _key(config, sight, train, validation)
+        found = {
+            name: {one: _shards_or_sources(paths, cache) for one, paths in config.apart(name).items()}
+            for name in ("train", "validation")
+        }
+        train, validation = (list(each.values()) for each in found.values())
+        home = cache / _key(config, sight, *train, *validation)
         tokenizer, path = _tokenizer(config, train, home, progress)
-        opened = [_open_or_write(train, config, sight, tokenizer, home / "train", progress)]
-        if config.validation == config.train:  # as where a checkpoint is scored
-            opened *= 2
+        if config.weights:
+            opened = _each_alone(found, config, sight, tokenizer, path, progress)
         else:
-            opened.append(_open_or_write(validation, config, sight, tokenizer, home / "validation", progress))
-    for name, shards in zip(("train", "validation"), opened, strict=True):
+            opened = {"train": {"": _open_or_write(*train, config, sight, tokenizer, home / "train", progress)}}
+            same = config.validation == config.train  # as where a checkpoint is scored
+            opened["validation"] = (
+                opened["train"]
+                if same
+                else {"": _open_or_write(*validation, config, sight, tokenizer, home / "validation", progress)}
+            )
+    for name, shards in ((name, shards) for name, each in opened.items() for shards in each.values()):
         if shards.tokenizer != tokenizer.fingerprint:
             raise ShardlmError(
                 f"the shards of data.{name} ({', '.join(map(str, shards.directories))}) were made by another"
@@ -80,7 +93,23 @@ def prepare(
                 f"the shards of data.{name} ({', '.join(map(str, shards.directories))}) have images, and nothing says"
                 " how they are seen: set data.chat_template to the folder of a model that sees"
             )
-    return Prepared(tokenizer, path, *opened)
+    whole = [TokenShards.join([*each.values()]) for each in opened.values()]
+    return Prepared(tokenizer, path, *whole, *(opened.values() if config.weights else ()))
+
+
+def _each_alone(found, config: DataConfig, sight: Sight | None, tokenizer: Tokenizer, path: Path, progress: Progress):
+    """Shards of each source by its name. Each has a place of its own in the cache, whatever it is mixed with."""
+    config, opened = dataclasses.replace(config, tokenizer=str(path)), {}
+    for name, each in found.items():
+        opened[name] = {}
+        for source, what in each.items():
+            directory = Path(config.cache_dir) / _key(config, sight, what) / "source"
+
+            def of_source(stage: str, done: int, total: int, source: str = source) -> None:
+                progress(f"{stage} {source}", done, total)
+
+            opened[name][source] = _open_or_write(what, config, sight, tokenizer, directory, of_source)
+    return opened
 
 
 def tokenizer_from(
@@ -117,6 +146,7 @@ def _sample(documents: Iterator[Document], total: int, progress: Progress) -> It
 
 
 def _shards_or_sources(paths: Sequence[str], cache: Path) -> TokenShards | tuple[Source, ...]:
+    paths = [one for path in paths for one in _directories_of_shards(path) or [path]]
     made = [path for path in paths if is_shards(path)]
     if made and len(made) < len(paths):
         rest = [path for path in paths if path not in made]
@@ -131,6 +161,12 @@ def _shards_or_sources(paths: Sequence[str], cache: Path) -> TokenShards | tuple
         files = dict(zip(standard_library.NAMES, standard_library.materialise(directory), strict=True))
         paths = [str(files.get(path, path)) for path in paths]
     return find_sources(paths)
+
+
+def _directories_of_shards(pattern: str) -> list[str]:
+    """What a pattern matches, where that is shards and nothing else."""
+    found = [] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    return found if all(map(is_shards, found)) else []
 
 
 def _key(config: DataConfig, sight: Sight | None, *datasets: TokenShards | tuple[Source, ...]) -> str:
@@ -160,20 +196,20 @@ def _options_of(sight: Sight) -> list[Any]:
     return [sight.token, sight.vector, repr(sight.prepare), list(sight.tokens(picture)), sight.sizes[-1], joins]
 
 
-def _tokenizer(config: DataConfig, train, home: Path, progress: Progress) -> tuple[Tokenizer, Path]:
+def _tokenizer(config: DataConfig, train: Sequence, home: Path, progress: Progress) -> tuple[Tokenizer, Path]:
     if not config.tokenizer.startswith("bpe:"):
         path = file_of(texts_beside(Path(config.tokenizer)))
         return Tokenizer.load(path), path
-    if isinstance(train, TokenShards):
+    if made := [what for what in train if isinstance(what, TokenShards)]:
         raise ShardlmError(
             f"data.tokenizer is {config.tokenizer}, but data.train is token shards, which have their"
-            f" tokenizer already: set data.tokenizer={train.directories[0] / 'tokenizer.json'}"
+            f" tokenizer already: set data.tokenizer={made[0].directories[0] / 'tokenizer.json'}"
         )
     path = home / "tokenizer.json"
     if not path.exists():
         tokenizer_from(
             config.tokenizer,
-            train,
+            [source for what in train for source in what],
             text_key=config.text_key,
             on_bad_utf8=config.on_bad_utf8,
             progress=progress,

@@ -138,6 +138,16 @@ class TokenShards:
             )
         return cls(paths, metas)
 
+    @classmethod
+    def join(cls, parts: "Sequence[TokenShards]") -> "TokenShards":
+        """One after the other in one stream. Raises ShardlmError as `open`."""
+        return parts[0] if len(parts) == 1 else cls.open(*(path for part in parts for path in part.directories))
+
+    @property
+    def num_shards(self) -> int:
+        """Over all directories."""
+        return len(self._shards)
+
     @property
     def partly_scored(self) -> bool:
         """Whether only some tokens are learned."""

@@ -6,7 +6,7 @@ training loop.
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from tensorboardX.event_file_writer import EventsWriter
@@ -15,8 +15,10 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from shardlm.files import cannot_write
 from shardlm.metrics.jsonl import JsonLines
+from shardlm.metrics.trackers import Tracker
 
 TRAIN_LOSS, VALIDATION_LOSS = "loss", "validation_loss"  # the two names that other modules look for
+BY_SOURCE = f"{VALIDATION_LOSS}/"  # and the source's name: of one of several
 FILE_NAME = "metrics.jsonl"
 FLUSH_SECONDS = 10.0
 
@@ -27,14 +29,21 @@ class MetricsLog:
     The JSONL lines reach the operating system one by one; the events follow every few seconds.
     """
 
-    def __init__(self, run_dir: str | os.PathLike, resume_step: int = 0, enabled: bool = True):
+    def __init__(
+        self,
+        run_dir: str | os.PathLike,
+        resume_step: int = 0,
+        enabled: bool = True,
+        trackers: Sequence[Tracker] = (),
+    ):
         """Opens the logs of `run_dir` to continue after `resume_step` steps: later lines are dropped, all of
-        them where it is 0. One process of a run is `enabled`; for the others each method does nothing.
+        them where it is 0. One process of a run is `enabled`; for the others each method does nothing. `trackers` get
+        what TensorBoard does.
 
         Raises:
             ShardlmError: a log is damaged or cannot be written.
         """
-        self._enabled = enabled
+        self._enabled, self._trackers = enabled, trackers
         if not enabled:
             return
         run_dir = pathlib.Path(run_dir)
@@ -52,18 +61,24 @@ class MetricsLog:
             return
         now, values = time.time(), {name: np.asarray(value, float).tolist() for name, value in metrics.items()}
         self._lines.append({"step": step, "time": now} | values)
-        self._events.write(step, now, {name: value for name, value in values.items() if isinstance(value, float)})
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
+        self._events.write(step, now, numbers)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """`failed`: the run ended in an error."""
         if self._enabled:
+            for tracker in self._trackers:
+                tracker.close(failed)
             self._lines.close()
             self._events.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, *error) -> None:
+        self.close(failed=error[0] is not None)
 
 
 class _Events:

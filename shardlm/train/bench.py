@@ -19,6 +19,7 @@ from shardlm.hlo.collectives import collectives
 from shardlm.train.batches import local_rows, to_devices
 from shardlm.train.program import Program
 from shardlm.versions import versions
+from shardlm.vision.parts import EncoderPart
 
 PACKAGES = ("shardlm", "jax", "jaxlib", "flax", "optax")
 PERCENTILES = (10, 50, 90)
@@ -158,4 +159,13 @@ def _setting(program: Program) -> dict[str, Any]:
         "host_cpus": os.cpu_count(),
         "date": datetime.date.today().isoformat(),
         "versions": versions(PACKAGES),
+        **_left_out(config.train.encoder),
     }
+
+
+def _left_out(encoder: EncoderPart) -> dict[str, str]:
+    """What a run of the configuration does besides the step that is timed."""
+    if encoder == "frozen":
+        return {}
+    what = f"images and train.encoder={encoder}: the step is one of text, and reads and trains no encoder"
+    return {"left_out": what}

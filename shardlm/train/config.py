@@ -9,6 +9,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.stack import Remat
 from shardlm.mesh import MeshSpec
+from shardlm.metrics.trackers import TrackerName
 from shardlm.ops.attention import ContextAttention, Implementation
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.optim import OptimConfig
@@ -38,7 +39,7 @@ class TrainConfig:
     seed           of the initial weights
     log_every      steps between metric lines
     eval_every     steps between evaluations
-    eval_batches   validation batches an evaluation reads; 0 reads all
+    eval_batches   validation batches an evaluation reads, with data.weights of each source; 0 reads all
     max_bad_steps  non-finite steps in a row that stop the run; each is skipped and reported
     baselines      compare the final validation loss with unigram and bigram models of the training tokens
     sample_prompt  at the end, show what the model makes of this text; "" shows nothing
@@ -254,6 +255,7 @@ class RunConfig:
                  of layers is not copied into stacks (remat=dots: 5 to 6% of a step, estimated; compiling is 1.4 to 2.5
                  times as long)
     xla_profile  named compiler options; "auto" picks by GPU generation (xla_options.py)
+    trackers     experiment trackers that get the metrics too: "wandb", "mlflow", "trackio" (metrics/trackers.py)
     run_dir      checkpoints, logs, configuration and tokenizer go here; an interrupted run resumes from here
     cpu_devices  virtual CPU devices to make; 0 uses the real devices
     """
@@ -279,6 +281,7 @@ class RunConfig:
     local_sgd: LocalSgdConfig = LocalSgdConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     xla_profile: str = "auto"
+    trackers: tuple[TrackerName, ...] = ()
     run_dir: str = "runs/default"
     cpu_devices: int = 0
 

@@ -1,6 +1,8 @@
 """Loss on held-out rows, and the n-gram models it is compared with."""
 
+import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,8 +12,11 @@ import numpy as np
 
 from shardlm.data import ngram
 from shardlm.data.loader import validation_batches
-from shardlm.data.packing import Batch
+from shardlm.data.packing import Batch, make_rows
 from shardlm.data.prepare import Prepared
+from shardlm.data.shards import TokenShards
+from shardlm.errors import ShardlmError
+from shardlm.metrics.log import BY_SOURCE, VALIDATION_LOSS
 from shardlm.train.batches import local_rows
 from shardlm.train.program import Program
 
@@ -28,25 +33,55 @@ class Evaluator:
 
     def __call__(self, params: Any, frozen: Any = None) -> dict[str, float]:
         """Means over the validation rows, with these weights of a training state: of next tokens validation_loss in
-        nats a token, perplexity, and bits_per_byte of the text; else what the objective reports, as validation_*."""
+        nats a token, perplexity, and bits_per_byte of the text; else what the objective reports, as validation_*.
+        Of sources that are told apart validation_loss/NAME too; where a part of each is read, each still counts as all
+        of it. Raises ShardlmError where there is nothing to score."""
+        counted, sums, values = self.program.objective.counted, collections.Counter(), {}
+        for name, shards in self._sources().items():
+            own = self._sums(params, frozen, shards)
+            if not own.get(counted):
+                what = f"{name} of data.validation" if name else "data.validation"
+                raise ShardlmError(f"{what} has nothing to score, no {counted.removesuffix('s')}: give it more text")
+            sums.update({metric: value / self._part_read(shards) for metric, value in own.items()})
+            if len(self._sources()) > 1:
+                values[f"{BY_SOURCE}{name}"] = own["loss"] / own[counted]
+        count = sums.pop(counted)
+        means = {f"validation_{name}": value / count for name, value in sums.items()}
+        if counted == "tokens":
+            means |= text_measures(means[VALIDATION_LOSS], self.data)
+        return means | values
+
+    def _sources(self) -> Mapping[str, TokenShards]:
+        return self.data.validation_sources or {"": self.data.validation}
+
+    def _sums(self, params: Any, frozen: Any, shards: TokenShards) -> dict[str, float]:
+        """What the program that validates comes to over these rows."""
         seq_len = self.program.config.train.seq_len
         rows = local_rows(self.program.batch_sharding, self.program.slots, seq_len)
         sums: dict[str, float] = {}
         eyes = self.program.eyes(params, self.eyes)
-        for batch in self.batches(rows):
+        for batch in self._rows(shards, rows):
             found = self.compiled(params, frozen, self.program.on_devices(batch, rows, eyes))
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
-        count = sums.pop(self.program.objective.counted)
-        values = {f"validation_{name}": value / count for name, value in sums.items()}
-        if self.program.objective.counted == "tokens":
-            values |= text_measures(values["validation_loss"], self.data)
-        return values
+        return sums
 
-    def batches(self, rows: tuple[int, ...] | None = None) -> Iterator[Batch]:
-        """The validation rows, the same at every call; `rows` of each batch, all by default, then without images."""
+    def _part_read(self, shards: TokenShards) -> float:
+        """The share of the rows that an evaluation reads, where sources are summed; 1 where there is one."""
+        train = self.program.config.train
+        if not train.eval_batches or len(self._sources()) == 1:
+            return 1.0
+        total = len(make_rows(shards, train.seq_len, self.program.config.data.packing))
+        return min(1.0, train.eval_batches * train.global_batch / total)
+
+    def batches(self) -> Iterator[Batch]:
+        """The validation rows, the same at every call, without images."""
+        return itertools.chain.from_iterable(self._rows(shards) for shards in self._sources().values())
+
+    def _rows(self, shards: TokenShards, rows: tuple[int, ...] | None = None) -> Iterator[Batch]:
+        """`rows` of each batch, with images; None: all, without."""
         train = self.program.config.train
         return validation_batches(
-            self.data.validation,
+            shards,
             seq_len=train.seq_len,
             global_batch=train.global_batch,
             rows=rows,

@@ -175,6 +175,11 @@ def parts_of(learned: Learned, params: Tree) -> tuple[Tree, Tree]:
 def check_encoder(config: RunConfig) -> None:
     """Refuses what does not go with an encoder that is trained, before anything compiles."""
     if config.train.encoder == "frozen":
+        if config.optim.encoder_rate != 1:
+            raise ShardlmError(
+                f"optim.encoder_rate={config.optim.encoder_rate} with train.encoder=frozen: no encoder is trained, and "
+                "the rate would change nothing; set train.encoder to projector or all, or leave optim.encoder_rate out"
+            )
         return
     what, instead = f"train.encoder={config.train.encoder}", "or train.encoder to frozen"
     if not (isinstance(config.model, Pretrained) and sees(config.model.options)):

@@ -16,6 +16,7 @@ from shardlm.flops import forward_flops, training_flops
 from shardlm.metrics.goodput import Goodput
 from shardlm.metrics.log import MetricsLog
 from shardlm.metrics.progress import ProgressLine, RateMeter, Rates
+from shardlm.metrics.trackers import Tracker, check_trackers
 from shardlm.models.pretrained import Pretrained
 from shardlm.run_files import CHECKPOINTS
 from shardlm.run_lock import only_trainer
@@ -48,6 +49,8 @@ def train(
     """
     if profile:
         profile.check(config.train.steps)
+    if jax.process_index() == 0:
+        check_trackers(config.trackers)
     if isinstance(config.model, Pretrained):
         config = dataclasses.replace(config, model=config.model.pinned())
     program = Program.make(config, config.mesh.build())
@@ -122,7 +125,9 @@ class Run:
         gpu = hardware.lookup(jax.devices()[0].device_kind)
         peak = gpu and gpu.peak.of(config.precision)
         meter = RateMeter(peak, jax.device_count())
-        log = MetricsLog(run_dir, step, enabled=first)
+        names = config.trackers if first else ()
+        trackers = [Tracker(name, run_dir, step > 0, progress.note) for name in names]
+        log = MetricsLog(run_dir, step, enabled=first, trackers=trackers)
         profiler = Profiler(profile, program, lambda: {name: compiled[name].as_text() for name in compiled})
         parts = (program, task, source, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
         return cls(*parts, state, step)
@@ -134,7 +139,7 @@ class Run:
     def __exit__(self, *error) -> None:
         self.say(self.profiler.close())
         self.progress.__exit__(*error)
-        self.log.close()
+        self.log.close(failed=error[0] is not None)
         self.source.close()
         self.goodput.__exit__(*error)
 

@@ -98,6 +98,11 @@ def check_policy(config: RunConfig) -> None:
             f"{what} with preference.beta={config.preference.beta}: choose one; set preference.beta to 0, or leave "
             "grpo.reward out"
         )
+    if config.data.weights:
+        raise ShardlmError(
+            f"{what} with data.weights={config.data.weights}: weights share out tokens, and prompts are taken one as "
+            "often as the other; leave data.weights out, and name a file of prompts twice to take it twice as often"
+        )
     if not isinstance(config.model, Pretrained):
         raise ShardlmError(f"{what} with new weights: replies are a checkpoint's; set model to Pretrained(FOLDER)")
     if train.global_batch % grpo.group_size:

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shardlm.data.loader import Loader
 from shardlm.data.ngram import Baselines
 from shardlm.data.prepare import Prepared
 from shardlm.generate import Sampling, generate
 from shardlm.layers.param import Execution
 from shardlm.mesh import crossing_axes
 from shardlm.metrics.curves import plot_curves
+from shardlm.metrics.log import BY_SOURCE
 from shardlm.ops.weight_format import AsPublished
 from shardlm.run_files import CHECKPOINTS
 from shardlm.state import TrainState
@@ -108,16 +110,19 @@ def opening(program: Program, of_data: list[str], changes: list[str], step: int 
     return "\n".join(lines + [f"changed since the last start: {change}" for change in changes])
 
 
-def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[str]:
+def of_texts(program: Program, data: Prepared, loader: Loader) -> list[str]:
     """The data of a run in a few lines."""
     config, train = program.config, program.config.train
-    tokens = train.steps * train.global_batch * train.seq_len
+    tokens, drawn = train.steps * train.global_batch * train.seq_len, loader.drawn(train.steps)
     lines = [
         f"data: {data.train.num_tokens:,} training tokens, {data.validation.num_tokens:,} validation tokens, "
-        f"vocabulary {data.tokenizer.vocab_size:,}, {padding_fraction:.2%} padding",
-        f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens, "
-        f"{tokens / data.train.num_tokens:.2f} epochs",
+        f"vocabulary {data.tokenizer.vocab_size:,}, {loader.padding_fraction:.2%} padding",
+        f"run: {train.steps:,} steps of {train.global_batch} x {train.seq_len} tokens"
+        + ("" if drawn else f", {tokens / data.train.num_tokens:.2f} epochs"),
     ]
+    for one in drawn:
+        what = f"source {one.name}: {one.num_tokens:,} tokens, weight {one.share:.4g}"
+        lines.append(f"{what}, {one.epochs:.2f} epochs over this run")
     if program.seeing:
         lines.append(_of_images(program))
     if config.preference.beta:
@@ -167,13 +172,15 @@ def describe_validation(values: dict[str, float]) -> str:
         ema = f", of averaged weights {-values['validation_loss_ema']:.4f}" if ema else ""
         reward = values["validation_reward"]
         return f"validation reward {reward:.4f}{ema}, {tokens:,.0f} tokens a reply, {cut:.1%} cut off"
+    own = [f"{name.removeprefix(BY_SOURCE)} {loss:.4f}" for name, loss in values.items() if name.startswith(BY_SOURCE)]
+    more = (f" ({', '.join(own)})" if own else "") + ema
     loss = values["validation_loss"]
     if "validation_reward_accuracy" in values:
         margin, accuracy = values["validation_reward_margin"], values["validation_reward_accuracy"]
-        return f"validation loss {loss:.4f} nats/pair{ema}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
+        return f"validation loss {loss:.4f} nats/pair{more}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
     bits = f", {values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else ""
     perplexity = values["perplexity"]
-    return f"validation loss {loss:.4f} nats/token{ema}, perplexity {perplexity:,.1f}{bits}"
+    return f"validation loss {loss:.4f} nats/token{more}, perplexity {perplexity:,.1f}{bits}"
 
 
 def stopped(signal_name: str | None, step: int, checkpoints: pathlib.Path, command: str) -> str:

@@ -101,7 +101,7 @@ class Texts:
         return Evaluator(self.program, self.data, self.program.lower_eval().compile(options), self.eyes)
 
     def described(self, source: "Rows") -> list[str]:
-        return report.of_texts(self.program, self.data, source.loader.padding_fraction)
+        return report.of_texts(self.program, self.data, source.loader)
 
 
 def with_eyes(program: Program, data: Prepared, sight: Sight | None) -> tuple[Program, Any]:
@@ -141,6 +141,8 @@ class Rows:
             seed=config.data.seed,
             rows=rows,
             packing=config.data.packing,
+            sources=data.train_sources,
+            weights=config.data.weights,
             **program.looking(),
         )
         return cls(program, loader, rows, eyes)

@@ -1,5 +1,6 @@
 """Preferences as training data: what is learned of a pair, how pairs stand in rows, and what is refused."""
 
+import itertools
 import json
 
 import numpy as np
@@ -12,10 +13,12 @@ from shardlm.chat import ChatTemplate
 from shardlm.data.chats import write_lines
 from shardlm.data.config import DataConfig
 from shardlm.data.corpus import find_sources
+from shardlm.data.loader import Loader
 from shardlm.data.packing import PADDING_ROW, make_rows
 from shardlm.data.preferences import pair
 from shardlm.data.prepare import prepare
 from shardlm.data.rendering import Chats
+from shardlm.data.shards import TokenShards
 from shardlm.errors import ShardlmError
 
 
@@ -79,6 +82,16 @@ def test_a_pair_stands_in_one_row_and_only_answers_are_learned(tmp_path, seq_len
     assert len(prompts) == 4 and prompts >= set(PROMPTS)
     assert (len(rows) == 1) == (seq_len == 256) and 0 < rows.padding_fraction < 1
     assert not any(a[-1].any() for a in batch.values())
+
+
+def test_pairs_of_sources_with_weights_stay_whole(tmp_path):
+    lines = {"one": PAIRS[:1], "other": PAIRS[1:]}
+    sources = {name: written(tmp_path / f"{name}.jsonl", own, tmp_path / name) for name, own in lines.items()}
+    whole = TokenShards.join([*sources.values()])
+    how = {"seq_len": 64, "global_batch": 2, "seed": 0, "packing": "pairs", "sources": sources, "weights": (1.0, 1.0)}
+    batches = itertools.islice(Loader(whole, **how), 8)
+    found = [(chosen[1], rejected[1]) for batch in batches for _, chosen, rejected in pairs_of(batch)]
+    assert set(found) == set(ANSWERS) and found.count(ANSWERS[0]) > len(found) / 4
 
 
 @settings(deadline=None, max_examples=40)

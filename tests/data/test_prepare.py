@@ -1,6 +1,7 @@
 import dataclasses
 import multiprocessing
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -95,6 +96,18 @@ def test_shards_are_used_where_they_are(config, tmp_path):
         match=r"data.train .* made by another tokenizer, of vocabulary 300, than .*, of 280: set data",
     ):
         prepare(replace(shards, tokenizer=str(other.tokenizer_path)))
+
+
+def test_a_pattern_of_shards_is_all_of_them(config, tmp_path):
+    made = prepare(config)
+    path = str(made.tokenizer_path)
+    for part in ("a", "b"):
+        shutil.copytree(made.train.directories[0], tmp_path / "shards" / part)
+    both = prepare(replace(config, train=(f"{tmp_path}/shards/*",), tokenizer=path))
+    assert both.train.num_tokens == 2 * made.train.num_tokens and both.train.directories[0].name == "a"
+    shutil.copytree(tmp_path / "validation", tmp_path / "shards" / "text")
+    with pytest.raises(ShardlmError, match=r"no text under the directory|unsupported format"):
+        prepare(replace(config, train=(f"{tmp_path}/shards/*",), tokenizer=path))
 
 
 def test_the_standard_library_is_prepared_from_two_files(config, tmp_path):

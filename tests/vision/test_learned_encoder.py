@@ -233,6 +233,13 @@ def test_what_does_not_go_with_it_is_refused(changes, message):
         check_encoder(dataclasses.replace(config, **changes))
 
 
+def test_a_rate_of_an_encoder_that_is_frozen_is_refused():
+    config = RunConfig(LlamaConfig(), optim=OptimConfig(encoder_rate=0.1))
+    with pytest.raises(ShardlmError, match=r"optim\.encoder_rate=0\.1 with train\.encoder=frozen: no encoder"):
+        check_encoder(config)
+    check_encoder(dataclasses.replace(config, optim=OptimConfig()))
+
+
 def test_data_without_images_are_refused():
     text = types.SimpleNamespace(image_token=None)
     train = TrainConfig(encoder="all")
