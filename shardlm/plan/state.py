@@ -94,6 +94,21 @@ def _held(weight: Weight, optim: OptimConfig, numbers: int) -> float:
     return _moments_of(weight, optim) * numbers * each + keys
 
 
+def updated_bytes(own: Spread, optim: OptimConfig) -> float:
+    """What an update reads and writes: gradient, weight and AdamW's moments, and the new ones of the latter two. Of
+    blocks gradients and moments are read once more before, for their scales (moments.py; compiled for H100)."""
+    if optim.moments == "float32":
+        return 7.0 * MASTER * own.trained_optimizer
+    return sum(_updated_bytes(w, optim) * n for w, n in zip(own.weights, own.optimizer, strict=True) if w.trained)
+
+
+def _updated_bytes(weight: Weight, optim: OptimConfig) -> float:
+    """For each number of a weight."""
+    kind, own = moments_kind(weight, optim)
+    moment = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / math.prod(own)}[kind] * _moments_of(weight, optim)
+    return 3 * MASTER + 2 * moment + (MASTER + moment if kind == "int8" else 0)
+
+
 @functools.lru_cache(maxsize=4096)
 def moments_kind(weight: Weight, optim: OptimConfig) -> tuple[Moments, tuple[int, ...]]:
     """What a weight's moments are held in, and the sizes of a block."""
