@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from shardlm import muon
+from shardlm import moments, muon
 from shardlm.errors import ShardlmError
+from shardlm.moments import Moments
+from shardlm.rules import Table
 
 Optimizer = Literal["adamw", "lion", "adafactor", "muon", "sgd"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
@@ -36,6 +38,8 @@ class OptimConfig:
     ema_decay       of an average of the weights kept beside them; 0 keeps none
     load_bias_rate  step of the biases that even the load of experts (ops/routing.py, with_load)
     encoder_rate    factor on the learning rate of an encoder of images (train.encoder)
+    moments         what the optimizer's state is held in: float32, bfloat16, or int8 with a scale a block (moments.py);
+                    vectors and small weights stay float32
     """
 
     name: Optimizer = "adamw"
@@ -51,6 +55,7 @@ class OptimConfig:
     ema_decay: float = 0.0
     load_bias_rate: float = 1e-3
     encoder_rate: float = 1.0
+    moments: Moments = "float32"
 
     def __post_init__(self):
         if not 0 <= self.ema_decay < 1:
@@ -61,6 +66,14 @@ class OptimConfig:
             raise ShardlmError(
                 f"encoder_rate={self.encoder_rate}: a factor is positive; with train.encoder=frozen no encoder is "
                 "trained"
+            )
+        if self.moments not in get_args(Moments):
+            raise ShardlmError(f"optim.moments={self.moments}: choose from {', '.join(get_args(Moments))}")
+        if self.moments != "float32" and (self.name == "adafactor" or (self.name == "sgd" and not self.b1)):
+            keeps = "sums of rows and columns" if self.name == "adafactor" else "nothing with optim.b1=0"
+            raise ShardlmError(
+                f"optim.moments={self.moments} with optim.name={self.name}, which keeps {keeps}: leave optim.moments "
+                "at float32, or choose adamw, lion or muon"
             )
 
 
@@ -93,8 +106,44 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimConfig, steps: int, names: Any) -> optax.GradientTransformation:
     """The gradient transformation of `config`. `names` is the parameter tree with (stack_names, names) at each leaf
     (state.py); it says which parameters decay and which are matrices. Raises ShardlmError for an unknown name."""
-    tx = _with_load_biases(_optimizer_of_weights(config, steps, names), config.load_bias_rate)
+    tx = _optimizer_of_weights(config, steps, names)
+    if config.moments != "float32":
+        tx = moments.held(tx, _kinds(config.moments, names), names)
+    tx = _with_load_biases(tx, config.load_bias_rate)
     return _with_encoder_rate(tx, config.encoder_rate) if ENCODER in names and config.encoder_rate != 1 else tx
+
+
+def _kinds(kind: Moments, names: Any) -> Any:
+    """What the moments of each weight are to be in. How an encoder's rest split is up to the mesh
+    (train/learned_encoder.py), where a block could be on two devices: in place of 8 bits they have 16."""
+
+    def one(path, leaf):
+        of_encoder = getattr(path[0], "key", None) == ENCODER
+        return moments_of(kind, leaf[1], of_encoder)
+
+    return jax.tree_util.tree_map_with_path(one, names, is_leaf=_is_names)
+
+
+def moments_of(kind: Moments, names: tuple[str, ...], of_encoder: bool = False) -> Moments:
+    """What the moments of a weight with these dimensions are to be in, before its size is looked at."""
+    if _is_vector(names):
+        return "float32"
+    return "bfloat16" if of_encoder and kind == "int8" else kind
+
+
+def check_moments(kind: Moments, names: Any, shapes: Any, table: Table) -> None:
+    """Raises ShardlmError where a mesh would put one block of moments on two devices."""
+    if kind != "int8":
+        return
+
+    def one(path, leaf, shape):
+        stack, own = leaf
+        if moments_of(kind, own) == "int8":
+            ways = [table.mesh.size(*table.axes(name)) for name in own]
+            where = ".".join(str(getattr(part, "key", part)) for part in path)
+            moments.check_split(where, own, shape.shape[len(stack) :], ways)
+
+    jax.tree_util.tree_map_with_path(one, names, shapes, is_leaf=_is_names)
 
 
 def weight_gradients(grads: Any) -> list[jax.Array]:

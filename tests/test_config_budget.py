@@ -28,7 +28,7 @@ FIELDS = {
     "mesh": {"data", "fsdp", "context", "pipeline", "expert", "tensor"},
     "optim": {
         "name", "learning_rate", "schedule", "warmup_steps", "final_fraction", "weight_decay", "b1", "b2", "eps",
-        "clip_norm", "ema_decay", "load_bias_rate", "encoder_rate",
+        "clip_norm", "ema_decay", "load_bias_rate", "encoder_rate", "moments",
     },
     "train": {
         "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "mtp_loss", "encoder", "seed",

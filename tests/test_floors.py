@@ -43,6 +43,7 @@ FLOORS = [
     {
         "state",
         "muon",
+        "moments",
         "optim",
         "precision",
         "checkpoint",

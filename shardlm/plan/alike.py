@@ -29,7 +29,8 @@ class Shared:
         train, pipeline = config.train, config.pipeline  # by their fields: hashing whole ones took as long as the rest
         key = tuple(config.mesh.sizes().values())
         key += config.rules, pipeline.schedule, pipeline.rounds, train.global_batch, train.accumulation
-        key += config.matmul, config.remat, config.offload.optimizer, config.unroll, *programs_of(cluster)
+        key += config.matmul, config.remat, config.offload.optimizer, config.optim.moments
+        key += config.unroll, *programs_of(cluster)
         found = self._sketches.get(key)
         if found is None:
             found = self._sketches[key] = Sketch.of(config, cluster.gpu, cluster.gpus_per_host)
@@ -44,7 +45,7 @@ class Shared:
 
 class Alike:
     """Layers of the ways to run one configuration on a cluster, each reckoned once. The ways differ in nothing but what
-    a search varies: meshes, rules, schedules, microbatches, products, what is kept, where the optimizer's state is.
+    a search varies: meshes, rules, schedules, microbatches, products, what is kept, and in what and where moments are.
 
     shared  with searches on other clusters; None: there are no others, as where rows have images
     images  of each row
@@ -66,7 +67,7 @@ class Alike:
     def layers(self, sketch: Sketch) -> Layers:
         config = sketch.config
         key = (*alike(config), config.pipeline, config.matmul, config.remat, config.train.accumulation)
-        key += (config.unroll, Layers.by_rest(sketch))
+        key += (config.unroll, config.optim.moments, Layers.by_rest(sketch))
         if key not in self._layers:
             own = config.train, *programs_of(self.cluster)
             made = self.once("layers", (*key, *own), lambda: Layers.made(sketch))

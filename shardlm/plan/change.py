@@ -3,9 +3,11 @@ answer.py has them compiled."""
 
 import dataclasses
 from collections.abc import Iterator
+from typing import get_args
 
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
+from shardlm.moments import Moments
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
@@ -35,7 +37,7 @@ def changes(
     config: RunConfig, cluster: Cluster, constraints: Constraints, images: RowImages | None = None
 ) -> list[Change]:
     """Single changes after which a configuration whose rows have `images` fits, the least intrusive first: constraints,
-    the batch, the GPU, the row's length, the number of GPUs."""
+    the batch, the bits of moments, the GPU, the row's length, the number of GPUs."""
     return list(_found(config, cluster, constraints, images))
 
 
@@ -86,12 +88,25 @@ def _tried(
     if train.global_batch > 1:
         half = dataclasses.replace(config, train=dataclasses.replace(train, global_batch=train.global_batch // 2))
         yield f"train.global_batch={train.global_batch // 2}", half, cluster, constraints
+    yield from _fewer_bits(config, cluster, constraints)
     for gpu in sorted(GPUS.values(), key=lambda g: g.hbm_bytes):
         if gpu.generation == cluster.gpu.generation and gpu.hbm_bytes > 1.05 * cluster.gpu.hbm_bytes:
             other = Cluster.of(gpu, cluster.num_gpus, cluster.gpus_per_host, fabric=cluster.fabric)
             yield f"gpu={gpu.name}", config, other, constraints
     shorter = dataclasses.replace(config, train=dataclasses.replace(train, seq_len=max(1, train.seq_len // 2)))
     yield f"train.seq_len={train.seq_len // 2}", shorter, cluster, constraints
+
+
+def _fewer_bits(
+    config: RunConfig, cluster: Cluster, constraints: Constraints
+) -> Iterator[tuple[str, RunConfig, Cluster, Constraints]]:
+    """With the optimizer's moments in these, where nothing is said of them."""
+    optim = config.optim
+    if optim.name == "adafactor" or optim.moments != "float32" or constraints.names("optim.moments"):
+        return
+    for kind in get_args(Moments)[1:] if optim.name != "sgd" or optim.b1 else ():
+        held = dataclasses.replace(config, optim=dataclasses.replace(optim, moments=kind))
+        yield f"optim.moments={kind}", held, cluster, constraints
 
 
 def _fit(config: RunConfig, cluster: Cluster, constraints: Constraints, images: RowImages | None) -> Plan | None:

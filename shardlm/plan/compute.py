@@ -30,6 +30,7 @@ from shardlm.plan.op import Layer, Op
 from shardlm.plan.program_layers import filled
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.spread import Spread
+from shardlm.plan.state import updated_bytes
 
 
 def operations(sketch: Sketch, ours: bool = True) -> list[Op]:
@@ -350,10 +351,8 @@ def _of_streams(sketch: Sketch) -> Iterator[Op]:
 
 
 def _optimizer(sketch: Sketch) -> Iterator[Op]:
-    """AdamW reads weight, gradient and two moments, and writes three. Muon multiplies float32, which jax leaves to the
-    TF32 units."""
-    numbers = sketch.spread.trained_optimizer
-    yield Op("optimizer", "update", "memory", 0, 7 * 4.0 * numbers, 1)
+    """What an update reads and writes. Muon multiplies float32, which jax leaves to the TF32 units."""
+    yield Op("optimizer", "update", "memory", 0, updated_bytes(sketch.spread, sketch.config.optim), 1)
     for weight, many, *products in newton_schulz(sketch):
         for dims in products:
             rows, n, k = dims

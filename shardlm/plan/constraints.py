@@ -10,6 +10,7 @@ from typing import Any, get_args
 from shardlm.errors import ShardlmError
 from shardlm.layers.stack import Remat
 from shardlm.mesh import AXES
+from shardlm.moments import Moments
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.rules import Preset
 from shardlm.train.config import PipelineSchedule
@@ -17,6 +18,7 @@ from shardlm.train.config import PipelineSchedule
 FIELDS = (
     *(f"mesh.{axis}" for axis in AXES),
     *("rules", "remat", "matmul", "train.accumulation", "pipeline.schedule", "pipeline.rounds", "offload.optimizer"),
+    "optim.moments",
     "unroll",
 )
 WORDS: dict[str, tuple[str, ...]] = {
@@ -25,6 +27,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "matmul": get_args(Matmul),
     "pipeline.schedule": get_args(PipelineSchedule),
     "offload.optimizer": ("true", "false"),
+    "optim.moments": get_args(Moments),
 }
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 _WORD = re.compile(r"([a-z_.]+)(<=|>=|=)(.+)")

@@ -28,6 +28,7 @@ from shardlm.plan.ways import (
     keeps,
     laid_out,
     layers_in_stages,
+    moments_allowed,
     variants_of,
 )
 from shardlm.rules import BATCH_AXES
@@ -81,12 +82,13 @@ def search(
     config = changed(config, unroll=constraints.choices("unroll", list(unrolls))[0])
     tried: list[Found] = []
     for away in _places(config, constraints):
-        tried.append(find(config, constraints, [away]))
-        if tried[-1].plans:
+        tried += [find(held, constraints, [away]) for held in moments_allowed(config, constraints)]
+        if any(one.plans for one in tried):
             break
     found = min(tried, key=lambda one: (not one.plans, one.smallest.memory.total if one.smallest else math.inf))
     sums = {name: sum(getattr(one, name) for one in tried) for name in ("considered", "too_large")}
-    found = dataclasses.replace(found, **sums)
+    plans = sorted((plan for one in tried for plan in one.plans), key=lambda plan: plan.step_seconds)
+    found = dataclasses.replace(found, plans=tuple(plans), **sums)
     if not found.plans and found.smallest is None:
         raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
     return dataclasses.replace(found, smallest=_smaller(found.smallest, constraints)) if found.smallest else found
@@ -114,6 +116,7 @@ def first_fit(
 ) -> Plan | None:
     """Any plan that fits, of those that need least memory on their mesh: the first with ROOM to spare, else the one
     with most. None where none fits or none can run."""
+    config = moments_allowed(config, constraints)[-1]
     away, known = _places(config, constraints), Alike(cluster, images=images)
     tightest: Plan | None = None
     for laid in laid_out(config, cluster, constraints):
@@ -147,7 +150,7 @@ def _fastest(config: RunConfig, constraints: Constraints, offload: Sequence[bool
     """Of each mesh, what may be faster than all that was seen before: first the meshes without stages, then those with,
     from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
     tally, bound, cluster = _Tally(), Bound(config.model.transformer()), known.cluster
-    where = config.train, config.offload, cluster.island
+    where = config.train, config.offload, config.optim, cluster.island
     meshes = known.once("laid out", where, lambda: list(laid_out(config, cluster, constraints)))
     least = Least(known, bound, meshes, constraints, offload)
     seen: dict[int, list[Plan | ShardlmError]] = {}
@@ -383,4 +386,6 @@ def settings(config: RunConfig) -> dict[str, Any]:
         chosen["pipeline.schedule"] = config.pipeline.schedule
         if config.pipeline.schedule == "circular":
             chosen["pipeline.rounds"] = config.pipeline.rounds
+    if config.optim.moments != "float32":
+        chosen["optim.moments"] = config.optim.moments
     return chosen | ({"offload.optimizer": True} if config.offload.optimizer else {})

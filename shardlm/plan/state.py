@@ -8,7 +8,8 @@ import math
 import jax.numpy as jnp
 
 from shardlm.errors import ShardlmError
-from shardlm.optim import OptimConfig, is_muons
+from shardlm.moments import Moments, block, kind_of
+from shardlm.optim import ENCODER, OptimConfig, is_muons, moments_of
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.spread import Spread
 from shardlm.rules import Table
@@ -80,7 +81,40 @@ def moments(weights: list[Weight], optim: OptimConfig, table: Table) -> int:
     """Bytes of an optimizer's state for these weights."""
     if optim.name == "adafactor":
         return MASTER * sum(_factored(weight, table) for weight in weights)
-    return MASTER * sum(_moments_of(weight, optim) * weight.numbers(table) for weight in weights)
+    return math.ceil(sum(_held(weight, optim, weight.numbers(table)) for weight in weights))
+
+
+def _held(weight: Weight, optim: OptimConfig, numbers: int) -> float:
+    """Bytes of the moments of so many of a weight's numbers, with scales of blocks and the keys of layers."""
+    kind, own = moments_kind(weight, optim)
+    if kind == "float32":
+        return MASTER * _moments_of(weight, optim) * numbers
+    each = 2 if kind == "bfloat16" else 1 + 4 / math.prod(own)
+    keys = 4 * math.prod(weight.shape[: weight.stacked]) if weight.stacked else 0
+    return _moments_of(weight, optim) * numbers * each + keys
+
+
+def updated_bytes(own: Spread, optim: OptimConfig) -> float:
+    """What an update reads and writes: gradient, weight and AdamW's moments, and the new ones of the latter two. Of
+    blocks gradients and moments are read once more before, for their scales (moments.py; compiled for H100)."""
+    if optim.moments == "float32":
+        return 7.0 * MASTER * own.trained_optimizer
+    return sum(_updated_bytes(w, optim) * n for w, n in zip(own.weights, own.optimizer, strict=True) if w.trained)
+
+
+def _updated_bytes(weight: Weight, optim: OptimConfig) -> float:
+    """For each number of a weight."""
+    kind, own = moments_kind(weight, optim)
+    moment = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / math.prod(own)}[kind] * _moments_of(weight, optim)
+    return 3 * MASTER + 2 * moment + (MASTER + moment if kind == "int8" else 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def moments_kind(weight: Weight, optim: OptimConfig) -> tuple[Moments, tuple[int, ...]]:
+    """What a weight's moments are held in, and the sizes of a block."""
+    names, shape = weight.names[weight.stacked :], weight.shape[weight.stacked :]
+    kind = kind_of(moments_of(optim.moments, names, weight.path == ENCODER), names, shape)
+    return kind, block(names, shape) if kind == "int8" else ()
 
 
 def _moments_of(weight: Weight, optim: OptimConfig) -> int:

@@ -6,11 +6,12 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.moments import Moments
 from shardlm.ops.ulysses import fits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
@@ -120,6 +121,15 @@ def choices_of(
 @functools.lru_cache(maxsize=1024)
 def _in_microbatches(train: TrainConfig, count: int) -> TrainConfig:
     return dataclasses.replace(train, accumulation=count)
+
+
+def moments_allowed(config: RunConfig, constraints: Constraints) -> list[RunConfig]:
+    """With the optimizer's moments in each type that the constraints name, those of most bytes first; else as they are,
+    since fewer bits make other numbers. Raises ShardlmError where an optimizer has none in fewer."""
+    if not constraints.names("optim.moments"):
+        return [config]
+    kinds = constraints.choices("optim.moments", get_args(Moments))
+    return [dataclasses.replace(config, optim=dataclasses.replace(config.optim, moments=kind)) for kind in kinds]
 
 
 def keeping(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:

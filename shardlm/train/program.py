@@ -19,7 +19,7 @@ from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.cudnn_heads import traced_for
-from shardlm.optim import ENCODER, make_optimizer, make_schedule
+from shardlm.optim import ENCODER, check_moments, make_optimizer, make_schedule
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.state import ModelDef, TrainState, at_rest, make_state
@@ -65,6 +65,7 @@ class Program:
         settled = settle(config, spec, mesh.devices.flat[0], mtp)
         with jax.set_mesh(mesh):
             model = ModelDef.make(settled.shape, settled.execution)
+            check_moments(config.optim.moments, model.names, model.shapes, settled.rules.optimizer)
             tx = make_optimizer(config.optim, config.train.steps, model.names)
             rate = make_schedule(config.optim, config.train.steps)
             objective = objective_of(config, model)

@@ -22,7 +22,16 @@ from shardlm.train.program import Program
 from shardlm.train.task import Source
 
 # What a checkpoint's arrays depend on; the rest of a configuration may change between starts.
-FIXED = ("model.", "lora.", "optim.name", "optim.ema_decay", "slow_link.", "local_sgd.", "train.encoder")
+FIXED = (
+    "model.",
+    "lora.",
+    "optim.name",
+    "optim.moments",
+    "optim.ema_decay",
+    "slow_link.",
+    "local_sgd.",
+    "train.encoder",
+)
 SHOWN = 4  # options of a config.json that a message names
 
 

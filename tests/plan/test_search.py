@@ -314,3 +314,25 @@ def test_remat_policies_are_tried_in_their_own_order_whatever_the_command_line_h
         "full",
         "offload",
     ]
+
+
+def test_fewer_bits_of_moments_are_offered_and_chosen_only_where_they_are_allowed():
+    """Llama 3 8B's first 18 layers on one GPU, whose state does not go to the host's memory."""
+    one, kinds = cluster_of("h100", None, 1), "optim.moments=float32,bfloat16,int8"
+    base = config("llama3_8b", global_batch=1)
+    base = dataclasses.replace(base, model=LlamaConfig(num_layers=18))
+    words = ["offload.optimizer=false", "rules=zero3"]
+    constraints = Constraints.parse(words)
+    assert not search(base, one, constraints).plans
+    offered = {change.what: change.plan for change in changes(base, one, constraints)}
+    bits = [what for what in offered if what.startswith("optim.")]
+    assert bits == ["optim.moments=bfloat16", "optim.moments=int8"] and offered[bits[0]].fits
+    assert next(iter(offered)) == "without offload.optimizer=false"
+    allowed = search(base, one, Constraints.parse([*words, kinds])).plans
+    assert {plan.config.optim.moments for plan in allowed} == {"bfloat16", "int8"}
+    assert settings(allowed[0].config)["optim.moments"] == allowed[0].config.optim.moments
+    small = dataclasses.replace(base, model=LlamaConfig(num_layers=2))
+    assert {plan.config.optim.moments for plan in search(small, one, constraints).plans} == {"float32"}
+    every = search(small, one, Constraints.parse([*words, kinds])).plans
+    assert {plan.config.optim.moments for plan in every} == {"float32", "bfloat16", "int8"}
+    assert every[0].step_seconds == min(plan.step_seconds for plan in every)

@@ -182,6 +182,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "microbatches": sketch.passes,
         "rows_per_microbatch": sketch.rows,
         "offload": [name for name in ("optimizer", "params") if getattr(config.offload, name)],
+        "moments": config.optim.moments,
     }
 
 

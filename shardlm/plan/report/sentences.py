@@ -64,7 +64,8 @@ def settings(plan: Data) -> str:
     away = "".join(f", the {name} in the host's memory" for name in plan["offload"])
     products = "" if plan["matmul"] == "dtype" else f", matmul={plan['matmul']}"
     loop = "" if plan["unroll"] else ", no loop over layers (unroll=0)"
-    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{loop}{products}{away}"
+    held = "" if plan["moments"] == "float32" else f", moments in {plan['moments']}"
+    return f"{plan['mesh_text']}, rules={plan['rules']}, remat={plan['remat']}{loop}{products}{held}{away}"
 
 
 def change(answer: Data) -> str:

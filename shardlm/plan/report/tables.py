@@ -109,6 +109,8 @@ def _settings(rows: Sequence[Data]) -> list[Cell]:
     cells.append((Column("micro-batches"), lambda p: str(p["microbatches"])))
     if any(p["offload"] for p in rows):
         cells.append((Column("offload", words=True), lambda p: ", ".join(p["offload"]) or NONE))
+    if any(p["moments"] != "float32" for p in rows):
+        cells.append((Column("moments", words=True), lambda p: p["moments"]))
     if _names_matmul(rows):
         cells.append((Column("matmul", words=True), lambda p: p["matmul"]))
     if any(not p["unroll"] for p in rows):
