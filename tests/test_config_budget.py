@@ -32,7 +32,7 @@ FIELDS = {
     },
     "train": {
         "steps", "global_batch", "seq_len", "accumulation", "shares", "z_loss", "mtp_loss", "encoder", "seed",
-        "log_every", "eval_every", "eval_batches", "max_bad_steps", "baselines", "sample_prompt",
+        "log_every", "eval_every", "eval_batches", "max_bad_steps", "stuck_seconds", "baselines", "sample_prompt",
     },
     "pipeline": {"schedule", "rounds"},
     "lora": {"rank", "alpha", "targets", "base"},

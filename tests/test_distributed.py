@@ -1,30 +1,18 @@
 """Joining a job: the rarer forms in which launchers describe it, and processes that really meet."""
 
-import concurrent.futures
 import json
-import os
-import random
-import subprocess
 import types
 
-import commands
 import hypothesis.strategies as st
 import jax
 import pytest
 from hypothesis import given
+from job import SLURM, two_processes
 
 from shardlm import distributed
 from shardlm.distributed import ClusterArgs, detect, explicit, first_host, joined
 from shardlm.errors import ShardlmError
 
-SLURM = {
-    "SLURM_JOB_ID": "4097",
-    "SLURM_STEP_NODELIST": "gpu[03-04]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_PROCID": "11",
-    "SLURM_LOCALID": "3",
-}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "16",
     "OMPI_COMM_WORLD_RANK": "9",
@@ -140,21 +128,8 @@ def test_gpus_are_not_narrowed_by_the_detection_of_jax(monkeypatch):
     assert all(kwargs["cluster_detection_method"] == "deactivate" for _, kwargs in calls)
 
 
-def two_processes(*words: str) -> list[subprocess.CompletedProcess]:
-    """Of one job under Slurm, with two devices each."""
-    job = {
-        "SLURM_JOB_ID": str(random.randrange(10**6)),
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    environs = [os.environ | SLURM | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in range(2)]
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda environ: commands.run("meeting", *words, env=environ), environs))
-
-
 def test_two_processes_under_slurm_meet():
-    both = two_processes()
+    both = two_processes("meeting")
     lines = [line for one in both for line in one.stdout.splitlines() if line.startswith("RESULT ")]  # gloo prints too
     assert [json.loads(line.removeprefix("RESULT ")) for line in lines] == [[0, 4, [0, 1]], [1, 4, [0, 1]]]
     assert [one.returncode for one in both] == [0, 0], both
@@ -163,7 +138,7 @@ def test_two_processes_under_slurm_meet():
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_in_one_process_ends_the_others_with_it(failing):
     """The one that coordinates or another, while the rest waits in a collective. jax alone gives up after 300 s."""
-    both = two_processes(str(failing))
+    both = two_processes("meeting", str(failing))
     assert [one.returncode for one in both] == [1, 1], both
     failed, other = both[failing], both[1 - failing]
     assert failed.stderr.rstrip().endswith("shardlm.errors.ShardlmError: there is no such corpus")

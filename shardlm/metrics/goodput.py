@@ -21,7 +21,7 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from shardlm.metrics.jsonl import JsonLines, read
 from shardlm.metrics.progress import format_duration
@@ -61,17 +61,33 @@ class Summary:
         return f"goodput {self.goodput:.1%} of {format_duration(self.wall_seconds)}{starts} ({rest})"
 
 
+class Watch(Protocol):
+    """Who is told what a run is doing (train/stuck.py)."""
+
+    def begin(self, step: int, part: str) -> None: ...
+    def done(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Goodput:
     """Records where one session spends its time; a context manager. One process of a run does this."""
 
-    def __init__(self, run_dir: str | os.PathLike, step: int, started: float, enabled: bool = True):
+    def __init__(
+        self,
+        run_dir: str | os.PathLike,
+        step: int,
+        started: float,
+        enabled: bool = True,
+        watch: Watch | None = None,
+    ):
         """Begins a session that continues after `step` steps. `started` is when its process began, in seconds
-        since 1970 (psutil knows it): the time from there to here becomes ``init``.
+        since 1970 (psutil knows it): the time from there to here becomes ``init``. `watch` is told of each block that
+        is measured, and closed with the session.
 
         Raises:
             ShardlmError: the file is damaged or cannot be written.
         """
-        self._enabled, self._step = enabled, step
+        self._enabled, self._step, self._watch = enabled, step, watch
         self._seconds: dict[str, float] = {}
         self._measuring: str | None = None
         self._flushed = time.monotonic()
@@ -88,9 +104,13 @@ class Goodput:
         if self._measuring:
             raise ValueError(f"measure({category!r}) inside measure({self._measuring!r})")
         self._measuring, begun = category, time.monotonic()
+        if self._watch:
+            self._watch.begin(self._step, category)
         try:
             yield
         finally:
+            if self._watch:
+                self._watch.done()
             self._measuring = None
             self.add(category, time.monotonic() - begun)
 
@@ -129,6 +149,8 @@ class Goodput:
         return self
 
     def __exit__(self, *_) -> None:
+        if self._watch:
+            self._watch.close()
         if self._enabled:
             self.flush()
             self._lines.close()

@@ -41,6 +41,8 @@ class TrainConfig:
     eval_every     steps between evaluations
     eval_batches   validation batches an evaluation reads, with data.weights of each source; 0 reads all
     max_bad_steps  non-finite steps in a row that stop the run; each is skipped and reported
+    stuck_seconds  after which a run ends in which nothing goes on any more, saying what each process was doing
+                   (stuck.py); 0: never
     baselines      compare the final validation loss with unigram and bigram models of the training tokens
     sample_prompt  at the end, show what the model makes of this text; "" shows nothing
     """
@@ -58,6 +60,7 @@ class TrainConfig:
     eval_every: int = 250
     eval_batches: int = 0
     max_bad_steps: int = 3
+    stuck_seconds: float = 1800.0
     baselines: bool = False
     sample_prompt: str = ""
 
@@ -65,8 +68,9 @@ class TrainConfig:
         for name in ("steps", "global_batch", "seq_len", "accumulation", "log_every", "eval_every", "max_bad_steps"):
             if getattr(self, name) < 1:
                 raise ShardlmError(f"train.{name}={getattr(self, name)}: it must be at least 1")
-        if self.mtp_loss < 0:
-            raise ShardlmError(f"train.mtp_loss={self.mtp_loss}: it must be at least 0")
+        for name in ("mtp_loss", "stuck_seconds"):
+            if getattr(self, name) < 0:
+                raise ShardlmError(f"train.{name}={getattr(self, name)}: it must be at least 0")
         if any(share < 1 for share in self.shares):
             raise ShardlmError(f"train.shares={self.shares}: each replica takes at least 1 microbatch")
 

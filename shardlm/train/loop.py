@@ -30,6 +30,7 @@ from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
 from shardlm.train.resume import claim, resume
 from shardlm.train.strategy import Step
+from shardlm.train.stuck import Patience
 from shardlm.train.task import Source, Task, Texts
 
 
@@ -112,7 +113,8 @@ class Run:
         state, step, origin = resume(program, checkpoints, source)
         if profile:
             profile.check(config.train.steps, done=step)
-        goodput = Goodput(run_dir, step, started, enabled=first)
+        patience = config.train.stuck_seconds
+        goodput = Goodput(run_dir, step, started, first, Patience(patience) if patience else None)
         progress = ProgressLine(config.train.steps, step, enabled=first)
         progress.note(origin)
         with goodput.measure("compile"):
