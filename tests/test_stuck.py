@@ -44,7 +44,7 @@ def test_processes_that_do_the_same_are_named_together():
     assert "processes 0-2, 4, 6 for 30:01 in a step of the devices, step 12; processes 3, 7 said nothing. " in text
 
 
-@pytest.mark.parametrize("hanging", [0, 1])
+@pytest.mark.parametrize("hanging", [pytest.param(0, marks=pytest.mark.wide), 1])
 def test_a_job_whose_process_hangs_ends_and_names_it(hanging):
     """The one that coordinates or another."""
     both = two_processes("hanging", str(hanging))
