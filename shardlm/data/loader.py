@@ -74,7 +74,7 @@ class Loader:
         self._local = _checked_rows(rows, global_batch)
         axes = sight is not None and sight.axes
         mixed = MixedRows(sources, weights, seq_len, packing, axes) if weights else None
-        self._rows = mixed or make_rows(shards, seq_len, packing, axes)
+        self._rows = make_rows(shards, seq_len, packing, axes) if mixed is None else mixed
         self._looks = _Looks.make(shards, self._rows, sight, look)
         self.num_rows = len(self._rows)
         self.padding_fraction = self._rows.padding_fraction
@@ -94,7 +94,7 @@ class Loader:
             "shuffle": shuffle,
             "epochs": epochs,
         }
-        if mixed:
+        if mixed is not None:
             self._identity |= {"weights": list(weights), "sources": [one.fingerprint for one in sources.values()]}
             self._order = _mixed_order(mixed, seed, global_batch, shuffle)
         else:

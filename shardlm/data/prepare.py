@@ -72,15 +72,13 @@ def prepare(
         home = cache / _key(config, sight, *train, *validation)
         tokenizer, path = _tokenizer(config, train, home, progress)
         if config.weights:
-            opened = _each_alone(found, config, sight, tokenizer, path, progress)
+            opened = _each_alone(found, config, sight, tokenizer, progress)
         else:
             opened = {"train": {"": _open_or_write(*train, config, sight, tokenizer, home / "train", progress)}}
-            same = config.validation == config.train  # as where a checkpoint is scored
-            opened["validation"] = (
-                opened["train"]
-                if same
-                else {"": _open_or_write(*validation, config, sight, tokenizer, home / "validation", progress)}
-            )
+            opened["validation"] = opened["train"]
+            if config.validation != config.train:  # which are the same where a checkpoint is scored
+                made = _open_or_write(*validation, config, sight, tokenizer, home / "validation", progress)
+                opened["validation"] = {"": made}
     for name, shards in ((name, shards) for name, each in opened.items() for shards in each.values()):
         if shards.tokenizer != tokenizer.fingerprint:
             raise ShardlmError(
@@ -97,17 +95,18 @@ def prepare(
     return Prepared(tokenizer, path, *whole, *(opened.values() if config.weights else ()))
 
 
-def _each_alone(found, config: DataConfig, sight: Sight | None, tokenizer: Tokenizer, path: Path, progress: Progress):
+def _each_alone(found, config: DataConfig, sight: Sight | None, tokenizer: Tokenizer, progress: Progress):
     """Shards of each source by its name. Each has a place of its own in the cache, whatever it is mixed with."""
-    config, opened = dataclasses.replace(config, tokenizer=str(path)), {}
+    opened = {}
     for name, each in found.items():
         opened[name] = {}
         for source, what in each.items():
-            directory = Path(config.cache_dir) / _key(config, sight, what) / "source"
+            key = _key(config, sight, what, tokenizer=tokenizer.fingerprint)
 
             def of_source(stage: str, done: int, total: int, source: str = source) -> None:
                 progress(f"{stage} {source}", done, total)
 
+            directory = Path(config.cache_dir) / key / "source"
             opened[name][source] = _open_or_write(what, config, sight, tokenizer, directory, of_source)
     return opened
 
@@ -169,10 +168,14 @@ def _directories_of_shards(pattern: str) -> list[str]:
     return found if all(map(is_shards, found)) else []
 
 
-def _key(config: DataConfig, sight: Sight | None, *datasets: TokenShards | tuple[Source, ...]) -> str:
-    tokenizer = config.tokenizer
-    if not tokenizer.startswith("bpe:"):
-        tokenizer = Tokenizer.load(texts_beside(Path(tokenizer))).fingerprint
+def _key(
+    config: DataConfig, sight: Sight | None, *datasets: TokenShards | tuple[Source, ...], tokenizer: str = ""
+) -> str:
+    """`tokenizer`: its fingerprint, where it is known."""
+    if not tokenizer:
+        tokenizer = config.tokenizer
+        if not tokenizer.startswith("bpe:"):
+            tokenizer = Tokenizer.load(texts_beside(Path(tokenizer))).fingerprint
     inputs = [
         what.fingerprint if isinstance(what, TokenShards) else [source.identity for source in what] for what in datasets
     ]

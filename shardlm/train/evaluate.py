@@ -42,7 +42,8 @@ class Evaluator:
             if not own.get(counted):
                 what = f"{name} of data.validation" if name else "data.validation"
                 raise ShardlmError(f"{what} has nothing to score, no {counted.removesuffix('s')}: give it more text")
-            sums.update({metric: value / self._part_read(shards) for metric, value in own.items()})
+            part = self._part_read(shards)
+            sums.update({metric: value / part for metric, value in own.items()})
             if len(self._sources()) > 1:
                 values[f"{BY_SOURCE}{name}"] = own["loss"] / own[counted]
         count = sums.pop(counted)
