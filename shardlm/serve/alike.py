@@ -12,7 +12,7 @@ import jax
 
 from shardlm.gguf_files import shards
 from shardlm.hf_files import behind_it, read_config
-from shardlm.opened import Found, describe, is_hf
+from shardlm.opened import Found, describe, find, is_hf
 from shardlm.peft_folder import weights_of
 from shardlm.weight_files import hold
 
@@ -33,7 +33,7 @@ def asked(config: Any, found: Found) -> dict[str, str]:
         "jax": jax.__version__,
         "the model's folder": ", ".join(digest(folder) for folder in _folders(found)),
         "lora_modules": repr(adapters),
-        "the draft model's folder": of_files(draft) if draft else "none",
+        "the draft model's folder": _of_draft(speculative) if draft else "none",
     }
 
 
@@ -55,6 +55,10 @@ def built(runner: Any) -> dict[str, str]:
 def of_files(path: str | os.PathLike) -> str:
     """Digests of the folders that a path names. Raises ShardlmError where it names none."""
     return ", ".join(digest(folder) for folder in _folders(describe(path)))
+
+
+def _of_draft(speculative: Any) -> str:
+    return digest(find(speculative.model)) if speculative.method == "eagle3" else of_files(speculative.model)
 
 
 def digest(folder: str | os.PathLike) -> str:

@@ -18,7 +18,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
-from shardlm.opened import Opened, describe, load
+from shardlm.opened import Opened, describe, load, usual_dtype
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting
 from shardlm.rules import Rules
@@ -96,7 +96,10 @@ def build(
     config = fitted(config, shape)
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
-    beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype, devices)
+    dtype = config.dtype
+    if speculative and speculative.method == "eagle3":  # its head is in the dtype of the model
+        dtype = dtype or usual_dtype(found, (devices or jax.devices())[0])
+    beside = (of_stage(mesh), dtype, config.kv_cache_dtype, devices)
     draft = open_draft_model(speculative, shape, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     sight = sight_for(found, config)
@@ -158,7 +161,8 @@ def assemble(
         model = settled(config.fused_products, model, params, config.deterministic)
     if draft:
         own = like_model(draft.model, draft.params, model.execution.fused_rows)
-        draft = dataclasses.replace(draft, model=own)
+        with jax.set_mesh(opened.mesh):
+            model, draft = dataclasses.replace(draft, model=own).listening(model, params)
     draft = draft or by_modules(speculative, model)
     first = cut(model, params, meshes[0], draft.params if draft else ())
     del params  # the stages have their own, and pages want the room

@@ -326,6 +326,8 @@ class Runner(BeforeBatch):
         self._parts[s] = replaced(self._parts[s], params)
         if draft is not None:
             self.proposer_params = draft
+        if s == len(self._parts) - 1 and getattr(self.proposer, "shared", ()):
+            self.proposer_params = self.proposer.own(self.proposer_params, self._parts[s])
 
     def _see_by(self, encoder: Any) -> None:
         self.image_encoder = dataclasses.replace(self.image_encoder, params=encoder)
