@@ -57,8 +57,8 @@ class AttentionConfig:
                (layers/head_indexer.py); None: they attend to all
     ahead      inside of an image tokens see those after them, in models where they do (vision/sight.py, whole); False:
                here they never do (Gemma 4's layers without windows)
-    beside     it reads an embedding too, side by side with the stream, each after a norm (EAGLE-3, layers/eagle.py): what
-               the layer makes is added to the stream, or to that as it is read, after its norm
+    beside     it reads an embedding too, side by side with the stream, each after a norm (layers/eagle.py): what it
+               makes is added to the stream, or to that as it is read, after its norm
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
                some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
     """

@@ -91,9 +91,10 @@ class BlockConfig:
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
-    "attention_post_norm", "mlp_norm", "mlp_post_norm", "beside_norm" of what attention reads beside; "memory" beside attention, if anything; with inputs "inputs",
-    with an out_scale "out_scale" (1,), with several streams "attention_streams" and "mlp_streams", "attention_gates"
-    and "mlp_gates", or "altup" and "laurel", and with n-grams "ngrams"."""
+    "attention_post_norm", "mlp_norm", "mlp_post_norm", and "beside_norm" of what attention reads beside; "memory"
+    beside attention, if anything; with inputs "inputs", with an out_scale "out_scale" (1,), with several streams
+    "attention_streams" and "mlp_streams", "attention_gates" and "mlp_gates", or "altup" and "laurel", and with n-grams
+    "ngrams"."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config

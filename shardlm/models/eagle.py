@@ -1,6 +1,7 @@
-"""Heads that draft by the streams of another decoder: EAGLE-3 (https://arxiv.org/abs/2503.01840), as SafeAILab, SpecForge,
-Model Optimizer and vllm-project/speculators publish them, with layers like Llama's or Qwen 3's. Their config.json says
-it in several ways; `plain` makes one of them, with `model_type` eagle3, which the rest of this module reads."""
+"""Heads that draft by the streams of another decoder: EAGLE-3 (https://arxiv.org/abs/2503.01840), as SafeAILab,
+SpecForge, Model Optimizer and vllm-project/speculators publish them, with layers like Llama's or Qwen 3's. Their
+config.json says it in several ways; `plain` makes one of them, with `model_type` eagle3, which the rest of this module
+reads."""
 
 import dataclasses
 import json
@@ -94,7 +95,7 @@ def plain(config: Mapping[str, Any]) -> tuple[dict[str, Any], Streams]:
             f"config.json has layers of model_type={json.dumps(layers)}; in a head that drafts are supported: "
             f"{', '.join(KINDS)}"
         )
-    # In eagle_config, which SGLang reads, a layer's number is that of the one before (its `set_eagle3_layers_to_capture`).
+    # In eagle_config, as SGLang counts (`set_eagle3_layers_to_capture`), it is the number of the layer before.
     said = own.pop(LAYERS, None) or [number + 1 for number in inside.get(LAYERS) or ()]
     own["draft_vocab_size"] = own.get("draft_vocab_size") or own.get("vocab_size")
     found = Streams(tuple(said))

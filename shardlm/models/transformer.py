@@ -30,8 +30,9 @@ class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V),
     with a bias "head_bias" (V,); with learned positions "positions" (P, D), of which the first are not used where texts
     begin later; norms "final_norm" and, where there is one, "embed_norm"; "mtp" where there are modules that predict
-    further tokens, "eagle" in a head that drafts, "layer_inputs" where layers have any, "head_streams", "head_gates" or "altup_ends" where there are
-    several streams, "ngram_tables" of the layers that have n-grams, and "faster" where frequencies are learned."""
+    further tokens, "eagle" in a head that drafts, "layer_inputs" where layers have any, "head_streams", "head_gates" or
+    "altup_ends" where there are several streams, "ngram_tables" of the layers that have n-grams, and "faster" where
+    frequencies are learned."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs | None):
         V, D = config.vocab_size, config.embed_dim

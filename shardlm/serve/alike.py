@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ def asked(config: Any, found: Found) -> dict[str, str]:
         "jax": jax.__version__,
         "the model's folder": ", ".join(digest(folder) for folder in _folders(found)),
         "lora_modules": repr(adapters),
-        "the draft model's folder": _of_draft(speculative) if draft else "none",
+        "the draft model's folder": of_files(draft) if draft else "none",
     }
 
 
@@ -54,11 +54,9 @@ def built(runner: Any) -> dict[str, str]:
 
 def of_files(path: str | os.PathLike) -> str:
     """Digests of the folders that a path names. Raises ShardlmError where it names none."""
+    if "speculators_model_type" in (_config(folder := find(path))):  # a head that drafts, and no model
+        return digest(folder)
     return ", ".join(digest(folder) for folder in _folders(describe(path)))
-
-
-def _of_draft(speculative: Any) -> str:
-    return digest(find(speculative.model)) if speculative.method == "eagle3" else of_files(speculative.model)
 
 
 def digest(folder: str | os.PathLike) -> str:
@@ -77,6 +75,10 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
         return shards.parts(behind)
     own = {*(folder / name for name in CONFIGS), weights_of(folder)}
     return sorted({path for path in own if path.is_file()} | {*hold(folder)})
+
+
+def _config(folder: pathlib.Path) -> Mapping[str, Any]:
+    return read_config(folder) if (folder / CONFIGS[0]).is_file() else {}
 
 
 def _parts(path: pathlib.Path) -> Iterator[bytes]:

@@ -168,6 +168,7 @@ def assemble(
     del params  # the stages have their own, and pages want the room
     draft = draft.within(first.stages[-1]) if draft else None
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
+    places = [draft.beside(place) for place in places] if draft else places
     seen = {"seen": functools.partial(image_encoder.buffer_bytes, length)} if image_encoder else {}
     sizes, *beside = sizes_of(model, draft, places, length, config, **seen)
     prefill = choose(config.prefill_attention, model, config.deterministic)

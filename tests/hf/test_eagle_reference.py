@@ -3,7 +3,6 @@ and what is refused of their folders."""
 
 import dataclasses
 import functools
-import json
 import pathlib
 import shutil
 
@@ -60,3 +59,47 @@ def test_a_head_says_what_torch_says(name, target):
     proposed = np.arange(len(offsets)) + offsets
     assert np.abs(np.asarray(logits)[:, :, proposed] - stored[f"{name}_logits"]).max() < CLOSE
     assert (np.delete(np.asarray(logits), proposed, axis=-1) < -1e29).all()
+
+
+def test_numbers_of_layers_are_those_of_the_one_before_inside_of_eagle_config(tmp_path, target):
+    """As SGLang counts; and without it they are what all heads read."""
+    folder = shutil.copytree(HERE / "specforge", tmp_path / "head")
+    assert head_of(folder, target[0]).streams == (2, 4, 5)
+    change_config(folder, eagle_config={eagle.LAYERS: [0, 3, 6], "use_aux_hidden_state": True})
+    assert head_of(folder, target[0]).streams == (1, 4, 7)
+    change_config(folder, eagle_config=None, **{eagle.LAYERS: [1, 3, 8]})
+    assert head_of(folder, target[0]).streams == (1, 3, 8)
+
+
+def test_what_cannot_draft_is_refused(tmp_path, target):
+    model, _, _ = target
+
+    def refused(message: str, name: str = "specforge", shape=model.config, tensors=None, **options) -> None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(HERE / name, folder)
+        change_config(folder, **options)
+        if tensors:
+            change_tensors(folder, **tensors)
+        with pytest.raises(ShardlmError, match=message):
+            open_draft_model(asked(folder), shape, 64, MeshSpec(), "float32")
+
+    refused("holds no head of EAGLE-3, which has the tensors fc.weight and", name="target")
+    refused("is for a vocabulary of 91 tokens, and the model has one of 90", vocab_size=91)
+    refused("reads streams of 24 numbers, and the model's has 16", target_hidden_size=24)
+    wider = dataclasses.replace(model.config, embed_dim=24)
+    refused("reads streams of 16 numbers, and the model's has 24", shape=wider)
+    few = dataclasses.replace(model.config, segments=model.config.segments[:4])
+    refused("behind 1, 2, 2 layers .without eagle_aux_hidden_state_layer_ids.*the model has 4", shape=few)
+    refused("behind 1, 3, 9 layers .eagle_aux_hidden_state_layer_ids of its", **{eagle.LAYERS: [1, 3, 9]})
+    refused("draft_vocab_size=91 and vocab_size=90; it is at most that", draft_vocab_size=91)
+    refused('model_type="deepseek_v3"; in a head that drafts are supported: llama, qwen3', model_type="deepseek_v3")
+    refused("speculators_model_type='peagle', which is no head of EAGLE-3", speculators_model_type="peagle")
+    refused("use_aux_hidden_state=False, which is no head", eagle_config={"use_aux_hidden_state": False})
+    refused("options that shardlm does not know.*norm_output=True", norm_output=True)
+    refused("d2t is missing, and the head needs .40.", tensors={"d2t": None})
+    refused("model.layers.0.mlp.up_proj.weight is missing", tensors={"midlayer.mlp.up_proj.weight": None})
+    refused("lacks lm_head.weight", tensors={"lm_head.weight": None})
+    lacks = {"embed_tokens.weight": None}
+    refused("no embedding of its own.*has 16 numbers a token where the head has 24", name="speculators", tensors=lacks)
+
+    refused("d2t names tokens from 0 to 0, 39 of them twice", tensors={"d2t": -np.arange(40)})

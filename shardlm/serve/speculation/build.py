@@ -26,7 +26,7 @@ from shardlm.serve.speculation.eagle_files import HEAD, open_head
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.speculation.proposer import Proposer
-from shardlm.serve.stages import Stage
+from shardlm.serve.stages import Place, Stage
 from shardlm.state import ModelDef, kv_ways
 
 
@@ -59,6 +59,16 @@ class DraftModel:
         shared = {name: jax.device_put(params[name], held[name].sharding) for name in self.shared}
         own = dataclasses.replace(self, params={**self.params, **shared})
         return ModelDef.make(model.config, execution), own
+
+    def beside(self, place: Place) -> Place:
+        """With what is shared once on each device, where the last stage has it."""
+        models = place.params[-1]
+        names = [n for n in self.shared if n in models and models[n].sharding == place.draft[n].sharding]
+        return (
+            dataclasses.replace(place, draft={**place.draft, **{name: models[name] for name in names}})
+            if names
+            else place
+        )
 
     def within(self, stage: Stage) -> "DraftModel":
         """As it is in the last stage of the model that it drafts for."""

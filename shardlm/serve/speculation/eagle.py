@@ -7,7 +7,7 @@ multi-token prediction does (multi_token.py), with what is kept of a slot, of sh
 cache."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
@@ -35,7 +35,3 @@ class EagleProposer(MultiTokenProposer):
         ctx = dataclasses.replace(ctx, inputs=lm.embed(tokens, positions)[None])
         x, pages, _ = lm.run(x, positions, ctx, pages)
         return x, pages
-
-    def own(self, params: Any, models: Any) -> Any:
-        """The head's parameters beside those of the model, whose own some of them are."""
-        return {**params, **{name: models[name] for name in self.shared if name in models}}

@@ -1,10 +1,10 @@
-"""Heads that draft by a model's streams, from their folders: what they say, whether they fit the model, their weights."""
+"""Heads that draft by a model's streams, from their folders: what they say, whether they fit the model, and their
+weights."""
 
 import dataclasses
 import functools
 import json
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 

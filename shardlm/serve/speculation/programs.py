@@ -150,8 +150,8 @@ def verified(
 
 
 def _read(model: ModelDef, layout: PageLayout, params, pages: Pages, rows: Rows, fed: jax.Array, count: jax.Array):
-    """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], or the streams
-    that it hands out, logits float32 [B, 1 + K, V] whole on every device, pages)."""
+    """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], or the
+    streams that it hands out, logits float32 [B, 1 + K, V] whole on every device, pages)."""
     positions, valid = places(rows.position, rows.room, count, fed.shape[1])
     ctx = Paged.make(rows.table, valid, layout, model.execution, adapter=rows.adapter, slot=rows.slot, rows="drafts")
     ctx = dataclasses.replace(ctx, turns=programs.shifted(positions, rows.own.shift))
