@@ -121,12 +121,15 @@ def runner_of(plan: ServingPlan) -> Runner:
     if speculative and speculative.method == "mtp":
         shape = dataclasses.replace(shape, mtp=case.model.mtp)
     fused = possible(case) if case.engine.fused_products == "on" else 0
-    model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache, case.engine.room, fused)
+    head = case.draft.head if case.draft else None
+    streams = head.streams.of(shape.num_layers) if head else ()
+    own = (case.weights, kv_cache, case.engine.room, fused, streams)
+    model = _described(shape, mesh.build(devices), case.dtype, *own)
     meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
     if case.draft:
-        dtype = case.engine.dtype or case.draft.dtype
+        dtype = case.dtype if head else case.engine.dtype or case.draft.dtype
         own = _described(case.draft.shape, meshes[-1], dtype, case.draft_weights, kv_cache)
-        draft = DraftModel(own, own.held_at_rest(meshes[-1]))
+        draft = DraftModel(own, own.held_at_rest(meshes[-1]), None, streams)
     stages = stages_on(model, meshes) if mesh.pipeline > 1 else []
     proposer, params = None, ()
     if speculative:
@@ -145,14 +148,16 @@ def _described(
     kv_cache: KvFormat,
     room: Room = NO_ROOM,
     fused: int = 0,
+    streams: tuple[int, ...] = (),
 ) -> ModelDef:
     """A model on devices that are not there, its layers apart, with room for adapters, whose projections of up to so
-    many tokens are fused."""
+    many tokens are fused, and that hands out such streams."""
     device = mesh.devices.flat[0]
     with jax.set_mesh(mesh):
         rules = serving_rules(shape, MeshSpec(**mesh.shape), weights)
         execution = executed(execution_of(shape, rules, dtype, device, weights, LoraConfig()), room)
-        return ModelDef.make(apart(shape), dataclasses.replace(execution, kv_cache=kv_cache, fused_rows=fused))
+        more = {"kv_cache": kv_cache, "fused_rows": fused, "handed_out": streams}
+        return ModelDef.make(apart(shape), dataclasses.replace(execution, **more))
 
 
 def verify_apart(plans: Sequence[ServingPlan]) -> list[VerifiedServing]:
