@@ -103,7 +103,9 @@ def read(head: Head, path: str | os.PathLike, spec: MeshSpec, mesh: Mesh, dtype:
     with bytes_bar("reading the head that drafts", jax.process_index() == 0) as progress:
         params = _told(path, lambda: weights.load(model, head.folder, held, progress))
     if place is not None:
-        params["eagle"]["proposed"] = jax.device_put(_proposed(head, path), place.sharding)
+        proposed = _proposed(head, path)
+        made = jax.make_array_from_callback(proposed.shape, place.sharding, proposed.__getitem__)
+        params["eagle"]["proposed"] = made
     return model, params
 
 
@@ -131,10 +133,11 @@ def check(head: Head, path: str | os.PathLike, target: TransformerConfig) -> Non
             f"the head has {own.embed_dim}: its files lack "
             f"{'embed_tokens' if head.shared[0] == EMBEDDING else 'lm_head'}.weight"
         )
-    if HEAD in head.shared and (own.head_size < own.vocab_size or target.tie_embeddings):
+    fewer = own.head_size < own.vocab_size
+    if (own.tie_embeddings and fewer) or (HEAD in head.shared and (fewer or target.tie_embeddings)):
         raise ShardlmError(f"the head {path} lacks lm_head.weight, and the model has none that could stand for it")
     _told(path, lambda: head.streams.of(target.num_layers))
-    if own.head_size < own.vocab_size:
+    if fewer:
         _proposed(head, path)
 
 
