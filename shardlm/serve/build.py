@@ -47,6 +47,7 @@ from shardlm.serve.prefill import choose
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.build import DraftModel, by_modules, make_proposer, open_draft_model, wants_modules
+from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.staged_deterministic import StagedDeterministicRunner
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import cut, repeated
@@ -92,6 +93,7 @@ def build(
     speculative, shape = config.speculative_config, found.source.transformer()
     if speculative:
         speculative.check_room(length)
+        _check_processes(speculative, config.mesh.pipeline if several else 1)
     refuse(shape)
     config = fitted(config, shape)
     shape.check_stages(config.mesh.pipeline)
@@ -121,6 +123,16 @@ def build(
     if several:
         join(engine)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
+
+
+def _check_processes(speculative: SpeculativeConfig, stages: int) -> None:
+    """Raises ShardlmError for a head over so many pipeline stages, in several processes."""
+    if speculative.method == "eagle3" and stages > 1:
+        raise ShardlmError(
+            f"speculative_config: method 'eagle3' does not go with pipeline={stages} over several processes, as the "
+            "head is read by the first stage's, and drafts in the last: split the model over them by tensor and "
+            "expert, or choose method 'ngram' or 'mtp'"
+        )
 
 
 def grown(opened: Opened, quantization: str | None) -> str:

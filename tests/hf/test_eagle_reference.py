@@ -18,6 +18,7 @@ from shardlm import hf_files
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models import eagle
+from shardlm.serve.build import _check_processes
 from shardlm.serve.layers import taken_apart
 from shardlm.serve.speculation.build import open_draft_model
 from shardlm.serve.speculation.config import SpeculativeConfig
@@ -103,3 +104,9 @@ def test_what_cannot_draft_is_refused(tmp_path, target):
     refused("no embedding of its own.*has 16 numbers a token where the head has 24", name="speculators", tensors=lacks)
 
     refused("d2t names tokens from 0 to 0, 39 of them twice", tensors={"d2t": -np.arange(40)})
+
+
+def test_stages_in_several_processes_are_refused():
+    with pytest.raises(ShardlmError, match="'eagle3' does not go with pipeline=2 over several processes"):
+        _check_processes(asked("head"), 2)
+    _check_processes(asked("head"), 1)
