@@ -57,7 +57,7 @@ _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "A reply is the same 
 _SPECULATIVE = flags.DEFINE_string(
     "speculative_config",
     None,
-    "JSON of drafts to verify: {method: ngram, draft_model or mtp, num_speculative_tokens, ...}.",
+    "JSON of drafts to verify: {method: ngram, draft_model, mtp or eagle3, num_speculative_tokens, ...}.",
 )
 _LIMITS = flags.DEFINE_string(
     "limit_mm_per_prompt",

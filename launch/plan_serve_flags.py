@@ -66,8 +66,7 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     engine = EngineConfig(mesh=MeshSpec(**fixed_axes()), **options)
     sees = engine.max_images != 0
     model = ServedModel.of_config(source, config_name()) if named else ServedModel.of_folder(source, length, sees)
-    drafts = options["speculative_config"]
-    draft = ServedModel.of_folder(drafts.model, length, sees=False) if drafts and drafts.model else None
+    draft = ServedModel.drafting(options["speculative_config"], length)
     asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
     if target:
         _check_target(target)

@@ -230,7 +230,7 @@ def prepare(
         shape = shape.apart() if layers_differ(weight_format) else shape
         plain = Rules.make(rules, spec).fitting(shape.widths())
         table = serving_rules(shape, spec, weight_format, rules) if decoding else plain
-        name = dtype or _usual_dtype(found, built)
+        name = dtype or usual_dtype(found, built.devices.flat[0])
         execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
         model = ModelDef.make(shape, execution)
     return Prepared(found, model, built)
@@ -335,9 +335,9 @@ def _from_folder(found: Found, model: ModelDef, shapes: Any) -> Any:
         return weights.load(model, dataclasses.replace(folder, tensors=own), shapes, progress)
 
 
-def _usual_dtype(found: Found, mesh: Mesh) -> str:
+def usual_dtype(found: Found, device: jax.Device) -> str:
     """That a run computed in, or that of a checkpoint; float32 on a CPU, which is slow in others."""
     if found.run:
         return jnp.dtype(COMPUTE_DTYPE[found.run.config_json["precision"]]).name
-    slow = mesh.devices.flat[0].platform == "cpu"
+    slow = device.platform == "cpu"
     return "float32" if slow else stored_dtype(found.source)

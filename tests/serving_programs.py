@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from shardlm.layers.eagle import EagleConfig
 from shardlm.layers.lora import LoraConfig
 from shardlm.layers.mtp import MtpConfig
 from shardlm.layers.page_layout import PageLayout, layout_of, layout_of_rows
 from shardlm.layers.param import Execution
+from shardlm.layers.stack import Segment
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.mixtral import MixtralConfig
 from shardlm.models.qwen_hybrid import QwenHybridConfig
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops import grouped_weights
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.paged_attention import choose
@@ -25,6 +28,7 @@ from shardlm.serve import programs
 from shardlm.serve.layers import apart
 from shardlm.serve.speculation import programs as speculation
 from shardlm.serve.speculation.draft_model import DraftModelProposer
+from shardlm.serve.speculation.eagle import EagleProposer
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.state import empty_state
@@ -56,8 +60,8 @@ def decoding(
     adapters: int = 0,
     fused_rows: int = 0,
 ):
-    """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram or
-    by a module of the model's, or with adapters of rank 16; its state's shapes)."""
+    """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram,
+    by a module of the model's or by a head of EAGLE-3, or with adapters of rank 16; its state's shapes)."""
     spec = MeshSpec(tensor=tensor, expert=expert)
     mesh = spec.build(topology(gpu, 1, tensor * expert))
     with jax.set_mesh(mesh):
@@ -75,6 +79,9 @@ def decoding(
         )
         if drafts == "mtp":
             shape = dataclasses.replace(shape, mtp=MtpConfig(shape.segments[-1].pattern[0]))
+        head = ModelDef.make(_head(shape), execution) if drafts == "eagle3" else None
+        if head:
+            execution = dataclasses.replace(execution, handed_out=(0, 1, LAYERS))
         model = ModelDef.make(shape, execution)
         layout = PageLayout.whole(model.config.num_layers, PAGES, model.config.memories, rows + 1)
         if len(shape.kept_heads) > 1:
@@ -86,6 +93,7 @@ def decoding(
         one = PageLayout.whole(1, PAGES)
         draft = ModelDef.make(apart(DRAFT.transformer()), execution)
         proposer = {
+            "eagle3": head and EagleProposer(4, head, head.model, one, 16, rows, shared=("embedding",)),
             "draft_model": DraftModelProposer(4, draft, one, 16),
             "mtp": MultiTokenProposer(4, model, model.model, one, 16, rows),
             "ngram": NgramProposer(4, 4, 2, rows, 4096),
@@ -99,9 +107,18 @@ def decoding(
         function, params = functools.partial(programs.decode, model, layout, 8), model.held_at_rest(mesh)
         if drafts:
             function = functools.partial(speculation.decode, model, layout, 8, proposer)
-            params = (params, {"draft_model": draft.held_at_rest(mesh), "mtp": None, "ngram": ()}[drafts])
+            own = {"draft_model": draft.held_at_rest(mesh), "mtp": None, "ngram": ()}
+            params = (params, head.held_at_rest(mesh) if head else own[drafts])
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
         return jax.jit(function, donate_argnums=1).lower(params, state, where, steps).compile(), state
+
+
+def _head(shape: TransformerConfig) -> TransformerConfig:
+    """Of EAGLE-3, for a model of this shape, with a quarter of its tokens."""
+    [*_, block] = shape.blocks()
+    block = dataclasses.replace(block, attention=dataclasses.replace(block.attention, beside="stream"))
+    eagle = EagleConfig(3 * shape.embed_dim, shape.vocab_size // 4)
+    return dataclasses.replace(apart(shape), segments=(Segment((block,), 1),), eagle=eagle, mtp=None)
 
 
 def collectives(text: str) -> list[str]:

@@ -24,7 +24,7 @@ pytestmark = MARKS
     ("tensor", "drafts", "adapters", "fused"),
     [
         *((1, "", 0, 0), (4, "", 0, 0), (1, "draft_model", 0, 0), (1, "mtp", 0, 0), (1, "ngram", 0, 0)),
-        *((1, "", 4, 0), (4, "", 4, 0), (1, "", 0, ROWS), (4, "", 0, ROWS)),
+        *((1, "eagle3", 0, 0), (1, "", 4, 0), (4, "", 4, 0), (1, "", 0, ROWS), (4, "", 0, ROWS)),
     ],
 )
 def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters, fused):

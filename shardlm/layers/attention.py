@@ -57,6 +57,8 @@ class AttentionConfig:
                (layers/head_indexer.py); None: they attend to all
     ahead      inside of an image tokens see those after them, in models where they do (vision/sight.py, whole); False:
                here they never do (Gemma 4's layers without windows)
+    beside     it reads an embedding too, side by side with the stream, each after a norm (layers/eagle.py): what it
+               makes is added to the stream, or to that as it is read, after its norm
     keeps      a name, under which later layers find this one's keys and values; `reads`, of the last layer that keeps
                some: it attends to those and has none of its own (https://arxiv.org/abs/2405.12981)
     """
@@ -87,6 +89,7 @@ class AttentionConfig:
     slopes: tuple[float, ...] = ()
     indexer: BlockIndexerConfig | HeadIndexerConfig | None = None
     ahead: bool = True
+    beside: Literal["none", "stream", "normed"] = "none"
     keeps: str = ""
     reads: str = ""
 
@@ -137,7 +140,12 @@ class AttentionConfig:
         widths["v"] = self.num_kv_heads * self.value_dim
         made = sum(widths[letter] for letter in self.made)
         chosen = self.indexer.parameters_per_token(embed_dim) if self.indexer else 0
-        return embed_dim * (made + self.num_heads * self.value_dim + self.gates) + chosen
+        read = self.read_dim(embed_dim)
+        return read * (made + self.gates) + embed_dim * self.num_heads * self.value_dim + chosen
+
+    def read_dim(self, embed_dim: int) -> int:
+        """Numbers of a token that queries, keys and values are made of."""
+        return embed_dim if self.beside == "none" else 2 * embed_dim
 
     @property
     def gates(self) -> int:
@@ -160,21 +168,22 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """x [B, T, D] -> [B, T, D]; weights "wq" (D, N, H), "wk" (D, K, H), "wv" (D, K, V), "wo" (N, V, D), with biases
+    """x [B, T, R] -> [B, T, D]; weights "wq" (R, N, H), "wk" (R, K, H), "wv" (R, K, V), "wo" (N, V, D), with biases
     "bq" (N, H), "bk" (K, H), "bv" (K, V), "bo" (D,), with norms "q_norm" and "k_norm", with sinks "sinks" (N,), with a
-    gate "wg" (D, N, V) or, of a head, (D, N, 1); "indexer" where blocks of tokens are chosen."""
+    gate "wg" (R, N, V) or, of a head, (R, N, 1); "indexer" where blocks of tokens are chosen. R is D, but where it
+    reads something beside."""
 
     takes_late = True  # the norm of x (fused.py)
 
     def __init__(self, config: AttentionConfig, embed_dim: int, out_scale: float, params: Params):
         D, N, K, H = embed_dim, config.num_heads, config.num_kv_heads, config.projected_dim
-        self.config, V = config, config.value_dim
+        self.config, V, R = config, config.value_dim, config.read_dim(embed_dim)
         widths = {"k": H, "v": V}
         self.kv_name = kv_heads_name(K, N, params.rules.mesh.size(*params.rules.use.axes("heads")))
-        params.projection(self, "wq", (D, N, H), ("embed", "heads", "head_dim"), normal(D**-0.5))
+        params.projection(self, "wq", (R, N, H), ("embed", "heads", "head_dim"), normal(R**-0.5))
         for letter in config.made[1:]:
-            shape = (D, K, widths[letter])
-            params.projection(self, f"w{letter}", shape, ("embed", self.kv_name, "head_dim"), normal(D**-0.5))
+            shape = (R, K, widths[letter])
+            params.projection(self, f"w{letter}", shape, ("embed", self.kv_name, "head_dim"), normal(R**-0.5))
         out_init = normal(out_scale * (N * V) ** -0.5)
         params.projection(self, "wo", (N, V, D), ("heads", "head_dim", "embed"), out_init, into=2)
         if config.bias:
@@ -192,8 +201,8 @@ class Attention(nnx.Module):
             if not config.reads:
                 self.k_norm = Norm(config.norm, H if config.qk_norm == "head" else K * H, params)
         if config.gate:
-            shape = (D, N, 1 if config.gate_of_head else V)
-            params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(D**-0.5))
+            shape = (R, N, 1 if config.gate_of_head else V)
+            params.projection(self, "wg", shape, ("embed", "heads", "head_dim"), normal(R**-0.5))
         if config.indexer:
             own = HeadIndexer if isinstance(config.indexer, HeadIndexerConfig) else BlockIndexer
             self.indexer = own(config.indexer, D, params)
@@ -211,7 +220,7 @@ class Attention(nnx.Module):
         return found | ({INDEX + AXES: ((1, 3), "kv_heads_whole")} if turned else {})
 
     def __call__(self, x, positions, ctx: Context, pages: Pages | None, layer, execution: Execution):
-        """x [B, T, D] with the sequence split as between blocks, positions int32 [B, T]; returns (x's shape, or the
+        """x [B, T, R] with the sequence split as between blocks, positions int32 [B, T]; returns ([B, T, D], or the
         product that makes it, pages, the keys and values that later layers read)."""
         config, rules = self.config, execution.rules
         x = over(x, rules.act.spec("batch", "whole_seq", "embed"))

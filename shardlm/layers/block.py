@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -73,6 +74,11 @@ class BlockConfig:
         return (self.attention, self.memory) if self.memory else (self.attention,)
 
     @property
+    def beside(self) -> str:
+        """What attention reads beside the stream (AttentionConfig), "none" of other kinds."""
+        return getattr(self.attention, "beside", "none")
+
+    @property
     def mixes(self) -> bool:
         """Whether what layers make goes to several streams, by shares that are learned."""
         return self.streams is not None and not isinstance(self.streams, ShortcutConfig)
@@ -85,9 +91,10 @@ class BlockConfig:
 
 class Block(nnx.Module):
     """x + post(attention(pre(x))), then x + post(mlp(pre(x))), with the norms that there are; weights "attention_norm",
-    "attention_post_norm", "mlp_norm", "mlp_post_norm"; "memory" beside attention, if anything; with inputs "inputs",
-    with an out_scale "out_scale" (1,), with several streams "attention_streams" and "mlp_streams", "attention_gates"
-    and "mlp_gates", or "altup" and "laurel", and with n-grams "ngrams"."""
+    "attention_post_norm", "mlp_norm", "mlp_post_norm", and "beside_norm" of what attention reads beside; "memory"
+    beside attention, if anything; with inputs "inputs", with an out_scale "out_scale" (1,), with several streams
+    "attention_streams" and "mlp_streams", "attention_gates" and "mlp_gates", or "altup" and "laurel", and with n-grams
+    "ngrams"."""
 
     def __init__(self, config: BlockConfig, embed_dim: int, out_scale: float, norm: NormConfig, params: Params):
         self.config = config
@@ -107,6 +114,8 @@ class Block(nnx.Module):
                 setattr(self, f"{name}_norm", Norm(norm, embed_dim, params))
             if name == "attention":
                 self.attention = attention(config.attention, embed_dim, out_scale, params)
+                if config.beside != "none":
+                    self.beside_norm = Norm(norm, embed_dim, params)
                 if config.memory:
                     self.memory = Mamba(config.memory, embed_dim, out_scale, params)
             else:
@@ -144,6 +153,8 @@ class Block(nnx.Module):
         if self.config.streams:
             return self._of_streams(x, positions, ctx, pages, layer, execution)
         first = self.before(x, "attention", execution)
+        if self.config.beside != "none":
+            x, first = self._with_beside(x, taken(first), ctx, execution)
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
         if self.config.memory:
             remembered, pages, _ = self.memory(taken(first), positions, ctx, pages, layer, execution)
@@ -161,6 +172,11 @@ class Block(nnx.Module):
         if self.config.out_scale:
             x = x * jax.lax.stop_gradient(in_use(self.out_scale, execution))
         return x if ctx.seen is None else ctx.seen.after(x, layer), pages, aux | kept
+
+    def _with_beside(self, x, first, ctx: Context, execution: Execution) -> tuple[jax.Array, jax.Array]:
+        """(what attention's output is added to, what attention reads [B, T, 2 * D]) of the stream and its norm."""
+        both = jnp.concatenate([self.beside_norm(ctx.inputs[0], execution), first], axis=-1)
+        return first if self.config.beside == "normed" else x, both
 
     def _of_streams(self, x, positions, ctx: Context, pages, layer, execution: Execution):
         if self.config.ngrams:

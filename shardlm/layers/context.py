@@ -46,6 +46,8 @@ Selection = Any  # as a context has it: of packed rows bool [B, T, T], of pages 
 
 KEPT = "kept "  # before the names of keys and values that later layers read, among a block's auxiliary values
 
+HANDED = "handed out"  # among a decoder's auxiliary values: the streams between some of its layers, side by side
+
 
 class Context(Protocol):
     absorbs: ClassVar[bool]  # whether attention over latents (layers/mla.py) stays in the space of the latents

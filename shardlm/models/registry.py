@@ -133,6 +133,7 @@ FAMILIES = {
     "qwen3_5_moe_text": "qwen_hybrid",
     "qwen4_exp_text": "qwen4_exp",
 }
+DRAFTING = {"eagle3": "eagle"}  # heads that draft for other models, no models themselves: opened with those
 
 
 def transformer(config: Mapping[str, Any], length: int = 0) -> TransformerConfig:
@@ -196,7 +197,7 @@ def modules(config: Mapping[str, Any]) -> Modules | None:
 
 
 def _family(model_type: str):
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES | DRAFTING:
         known = [*FAMILIES, *SEEING]
         near = difflib.get_close_matches(model_type, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -204,4 +205,4 @@ def _family(model_type: str):
             f"config.json has model_type={json.dumps(model_type)}, an architecture that shardlm does not have; {hint}"
             f"it has {', '.join(known)}"
         )
-    return importlib.import_module(f"shardlm.models.{FAMILIES[model_type]}")
+    return importlib.import_module(f"shardlm.models.{(FAMILIES | DRAFTING)[model_type]}")

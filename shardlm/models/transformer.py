@@ -9,7 +9,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from shardlm.layers.altup import AltUpConfig, AltUpEnds
-from shardlm.layers.context import KEPT, SELECTION, Context, Pages
+from shardlm.layers.context import HANDED, KEPT, SELECTION, Context, Pages
+from shardlm.layers.eagle import Eagle
 from shardlm.layers.gated_streams import GatedStreamsConfig, GatedStreamsHead
 from shardlm.layers.hyper_connections import StreamsConfig, StreamsHead, mean_of
 from shardlm.layers.layer_inputs import LayerInputs
@@ -29,8 +30,9 @@ class Transformer(nnx.Module):
     """tokens [B, T] -> hidden [B, T, D] -> logits [B, T, V]; weights "embedding" (V, D) and, untied, "head" (D, V),
     with a bias "head_bias" (V,); with learned positions "positions" (P, D), of which the first are not used where texts
     begin later; norms "final_norm" and, where there is one, "embed_norm"; "mtp" where there are modules that predict
-    further tokens, "layer_inputs" where layers have any, "head_streams", "head_gates" or "altup_ends" where there are
-    several streams, "ngram_tables" of the layers that have n-grams, and "faster" where frequencies are learned."""
+    further tokens, "eagle" in a head that drafts, "layer_inputs" where layers have any, "head_streams", "head_gates" or
+    "altup_ends" where there are several streams, "ngram_tables" of the layers that have n-grams, and "faster" where
+    frequencies are learned."""
 
     def __init__(self, config: TransformerConfig, execution: Execution, rngs: nnx.Rngs | None):
         V, D = config.vocab_size, config.embed_dim
@@ -68,11 +70,13 @@ class Transformer(nnx.Module):
         if config.embed_norm:
             self.embed_norm = Norm(config.embed_norm, D, params)
         if not config.tie_embeddings:
-            params.weight(self, "head", (D, V), ("embed", "vocab"), normal(D**-0.5), into=1)
+            params.weight(self, "head", (D, config.head_size), ("embed", "vocab"), normal(D**-0.5), into=1)
         if config.head_bias:
             self.head_bias = params((V,), ("vocab",), constant(0.0))
         if config.mtp:
             self.mtp = Mtp(config.mtp, D, out_scale, config.norm, params)
+        if config.eagle:
+            self.eagle = Eagle(config.eagle, D, V, config.norm, params)
         if config.inputs:
             self.layer_inputs = LayerInputs(config.inputs, config.num_layers, D, config.norm, params)
 
@@ -132,6 +136,7 @@ class Transformer(nnx.Module):
     def run(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, which: slice = slice(None)):
         """x [B, T, D] through the blocks of all segments, or of a slice of them."""
         found: dict[str, list[jax.Array]] = {}
+        handed: dict[int, jax.Array] = {}
         execution = self.execution
         if execution.adapters:
             own = shares(ctx.adapter, execution.adapters, execution.lora.rank)
@@ -141,6 +146,7 @@ class Transformer(nnx.Module):
         scan = None if pages is None else traced_once()
         first_layers = itertools.accumulate((s.num_layers for s in self.config.segments), initial=0)
         for stack, first_layer in list(zip(self.segments, first_layers, strict=False))[which]:
+            handed[first_layer] = x
             x, pages, aux = stack(x, positions, ctx, pages, first_layer, execution, scan)
             if SELECTION in aux:
                 ctx = dataclasses.replace(ctx, selection=aux.pop(SELECTION))
@@ -149,7 +155,11 @@ class Transformer(nnx.Module):
                 ctx = dataclasses.replace(ctx, kept={**(ctx.kept or {}), **last})
             for name, value in aux.items():
                 found.setdefault(name, []).append(value)
-        return x, pages, {name: jnp.concatenate(values) for name, values in found.items()}
+        whole = {name: jnp.concatenate(values) for name, values in found.items()}
+        if places := execution.handed_out:
+            handed[self.config.num_layers] = x
+            whole[HANDED] = jnp.concatenate([handed[place] for place in places], axis=-1)
+        return x, pages, whole
 
     def finish(self, x: jax.Array) -> jax.Array:
         """The norm after the last block: x [B, T, D], or streams side by side -> hidden [B, T, D]."""

@@ -12,6 +12,7 @@ from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
+from shardlm.layers.eagle import EagleConfig
 from shardlm.layers.gated_streams import GatedStreamsConfig
 from shardlm.layers.hyper_connections import StreamsConfig
 from shardlm.layers.indexer import IndexerConfig
@@ -36,6 +37,7 @@ class TransformerConfig:
     first_position  row of their table that a text's first token has (OPT: 2)
     head_bias      the output head has a bias (Phi 2)
     mtp            modules that predict further tokens (layers/mtp.py)
+    eagle          it is a head that drafts for another decoder, by that one's streams (layers/eagle.py)
     inputs         what each layer takes of each token besides the stream (layers/layer_inputs.py)
     streams        there are several streams, mixed around every layer (layers/hyper_connections.py, gated_streams.py)
                    or predicted and corrected (layers/altup.py), or what is added later (layers/shortcut.py)
@@ -57,6 +59,7 @@ class TransformerConfig:
     first_position: int = 0
     head_bias: bool = False
     mtp: MtpConfig | None = None
+    eagle: EagleConfig | None = None
     inputs: LayerInputsConfig | None = None
     streams: StreamsConfig | GatedStreamsConfig | AltUpConfig | ShortcutConfig | None = None
     final_norm: bool = True
@@ -73,6 +76,11 @@ class TransformerConfig:
     @property
     def num_layers(self) -> int:
         return sum(segment.num_layers for segment in self.segments)
+
+    @property
+    def head_size(self) -> int:
+        """Tokens that the output head has logits of."""
+        return self.eagle.vocab_size if self.eagle else self.vocab_size
 
     @property
     def cached_layers(self) -> int:
@@ -226,6 +234,7 @@ class TransformerConfig:
         latents |= {n for a in compressed for n in (a.q_latent_dim, a.out_latent_dim)}
         latents |= {a.head_dim for a in attentions if isinstance(a, DeltaNetConfig) and a.latents}
         beside = {self.inputs.dim} if self.inputs else set()
+        beside |= {self.eagle.reads} if self.eagle else set()
         beside |= {n for own in self.ngrams for n in (own.width, own.dim)}
         expert = {getattr(block.mlp, "latent_dim", 0) or self.embed_dim for block in self.kinds}
         return {"embed": {self.embed_dim} | beside, "expert_embed": expert, "latent": latents}
@@ -234,7 +243,8 @@ class TransformerConfig:
         """Weights that take part in a matmul for each token: all layers and the output head, not the embedding; and
         the same of modules that predict further tokens."""
         layers = sum(block.parameters_per_token(self.embed_dim) for block in self.blocks())
-        head = self.vocab_size * self.embed_dim
+        head = self.head_size * self.embed_dim
+        layers += self.eagle.reads * self.embed_dim if self.eagle else 0
         if self.inputs:  # made of the embedding, and each layer's gate and projection back
             layers += 3 * self.num_layers * self.embed_dim * self.inputs.dim
         layers += sum(own.parameters_per_token(self.embed_dim) for own in self.ngrams)

@@ -5,14 +5,14 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from shardlm.gguf_files import shards
 from shardlm.hf_files import behind_it, read_config
-from shardlm.opened import Found, describe, is_hf
+from shardlm.opened import Found, describe, find, is_hf
 from shardlm.peft_folder import weights_of
 from shardlm.weight_files import hold
 
@@ -54,6 +54,8 @@ def built(runner: Any) -> dict[str, str]:
 
 def of_files(path: str | os.PathLike) -> str:
     """Digests of the folders that a path names. Raises ShardlmError where it names none."""
+    if "speculators_model_type" in (_config(folder := find(path))):  # a head that drafts, and no model
+        return digest(folder)
     return ", ".join(digest(folder) for folder in _folders(describe(path)))
 
 
@@ -73,6 +75,10 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
         return shards.parts(behind)
     own = {*(folder / name for name in CONFIGS), weights_of(folder)}
     return sorted({path for path in own if path.is_file()} | {*hold(folder)})
+
+
+def _config(folder: pathlib.Path) -> Mapping[str, Any]:
+    return read_config(folder) if (folder / CONFIGS[0]).is_file() else {}
 
 
 def _parts(path: pathlib.Path) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
-from shardlm.opened import Opened, describe, load
+from shardlm.opened import Opened, describe, load, usual_dtype
 from shardlm.ops.weight_format import PUBLISHED, QUANTIZATIONS
 from shardlm.progress_bar import waiting
 from shardlm.rules import Rules
@@ -47,6 +47,7 @@ from shardlm.serve.prefill import choose
 from shardlm.serve.replicas import EngineGroup
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.build import DraftModel, by_modules, make_proposer, open_draft_model, wants_modules
+from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.staged_deterministic import StagedDeterministicRunner
 from shardlm.serve.staged_runner import StagedRunner
 from shardlm.serve.stages import cut, repeated
@@ -92,11 +93,15 @@ def build(
     speculative, shape = config.speculative_config, found.source.transformer()
     if speculative:
         speculative.check_room(length)
+        _check_processes(speculative, config.mesh.pipeline if several else 1)
     refuse(shape)
     config = fitted(config, shape)
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
-    beside = (of_stage(mesh), config.dtype, config.kv_cache_dtype, devices)
+    dtype = config.dtype
+    if speculative and speculative.method == "eagle3":  # its head is in the dtype of the model
+        dtype = dtype or usual_dtype(found, (devices or jax.devices())[0])
+    beside = (of_stage(mesh), dtype, config.kv_cache_dtype, devices)
     draft = open_draft_model(speculative, shape, length, *beside)
     options = {"dtype": config.dtype, "quantization": config.quantization, "mtp": modules}
     sight = sight_for(found, config)
@@ -118,6 +123,16 @@ def build(
     if several:
         join(engine)
     return engine, dataclasses.replace(opened, model=engine.runner.model, params=None)  # the runner has them
+
+
+def _check_processes(speculative: SpeculativeConfig, stages: int) -> None:
+    """Raises ShardlmError for a head over so many pipeline stages, in several processes."""
+    if speculative.method == "eagle3" and stages > 1:
+        raise ShardlmError(
+            f"speculative_config: method 'eagle3' does not go with pipeline={stages} over several processes, as the "
+            "head is read by the first stage's, and drafts in the last: split the model over them by tensor and "
+            "expert, or choose method 'ngram' or 'mtp'"
+        )
 
 
 def grown(opened: Opened, quantization: str | None) -> str:
@@ -158,12 +173,14 @@ def assemble(
         model = settled(config.fused_products, model, params, config.deterministic)
     if draft:
         own = like_model(draft.model, draft.params, model.execution.fused_rows)
-        draft = dataclasses.replace(draft, model=own)
+        with jax.set_mesh(opened.mesh):
+            model, draft = dataclasses.replace(draft, model=own).listening(model, params)
     draft = draft or by_modules(speculative, model)
     first = cut(model, params, meshes[0], draft.params if draft else ())
     del params  # the stages have their own, and pages want the room
     draft = draft.within(first.stages[-1]) if draft else None
     places = [first, *(repeated(first, replica) for replica in meshes[1:])]
+    places = [draft.beside(place) for place in places] if draft else places
     seen = {"seen": functools.partial(image_encoder.buffer_bytes, length)} if image_encoder else {}
     sizes, *beside = sizes_of(model, draft, places, length, config, **seen)
     prefill = choose(config.prefill_attention, model, config.deterministic)

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from shardlm.errors import ShardlmError
 from shardlm.held_weights import Plain, held_weights, made_of
 from shardlm.layers.lora import LoraConfig
-from shardlm.layers.param import SCALE
+from shardlm.layers.param import MADE_FIRST, SCALE
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.opened import describe, load
@@ -27,6 +27,9 @@ from shardlm.serve.followers import everywhere
 from shardlm.serve.layers import apart, lying, plain_shapes, split
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.draft_model import DraftModelProposer
+from shardlm.serve.speculation.eagle import EagleProposer
+from shardlm.serve.speculation.eagle_files import describe_head
+from shardlm.serve.speculation.eagle_files import read as read_head
 from shardlm.state import ModelDef, is_adapter
 
 Tree = Any
@@ -35,12 +38,15 @@ SHOWN = 4  # differences that a message names
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model that is served, whose weights are to be replaced: its parameters, its mesh, and the longest row."""
+    """A model that is served, whose weights are to be replaced: its parameters, its mesh, and the longest row; of a
+    head that drafts, also what it reads of the model and which parameters are that one's."""
 
     model: ModelDef
     params: Tree
     mesh: MeshSpec
     length: int
+    streams: tuple[int, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
@@ -60,16 +66,19 @@ def new_weights(weights: Tree | str | os.PathLike, runner: Runner) -> Tree:
 
 
 def new_draft(weights: Tree | str | os.PathLike | None, runner: Runner) -> Tree | None:
-    """As new_weights, for the draft model. None stays None: the draft model stays, and what it says is verified. Raises
-    ShardlmError where none is served, too."""
+    """As new_weights, for the draft model or the head that drafts. None stays None: the draft model stays, and what it
+    says is verified. Raises ShardlmError where none is served, too."""
     if weights is None:
         return None
-    if not isinstance(runner.proposer, DraftModelProposer):
+    if not isinstance(runner.proposer, DraftModelProposer | EagleProposer):
         raise ShardlmError(
             "draft: no draft model is served whose weights could be replaced; leave it out, or start with "
             "speculative_config={'model': ...}"
         )
     own = Served(runner.proposer.model, runner.proposer_params, runner.spec, runner.config.max_model_len)
+    if isinstance(runner.proposer, EagleProposer):
+        streams, mesh = runner.model.execution.handed_out, dataclasses.replace(own.mesh, pipeline=1)
+        own = dataclasses.replace(own, mesh=mesh, streams=streams, shared=runner.proposer.shared)
     return _in_all_processes("new_draft", weights, own, runner)
 
 
@@ -114,6 +123,8 @@ def read(path: str | os.PathLike, served: Served) -> Tree:
     """The weights of another checkpoint of the same architecture, held as those that are served. It is compared before
     its weights are read."""
     model = served.model
+    if served.streams:
+        return _read_head(path, served)
     found = describe(path, served.length)
     execution = model.execution
     if found.run and execution.weights != "dtype" and jax.process_count() > 1:  # it is put together on all devices
@@ -137,13 +148,24 @@ def read(path: str | os.PathLike, served: Served) -> Tree:
     ).params
 
 
+def _read_head(path: str | os.PathLike, served: Served) -> Tree:
+    head, mesh = describe_head(path, served.length), jax.tree.leaves(served.params)[0].sharding.mesh
+    same = head.streams.said in ((), served.streams)
+    told = f"it reads the streams behind {head.streams.said} layers, served behind {served.streams}"
+    if wrong := differences_of(head.shape, served.model.config) or ("" if same else told):
+        raise ShardlmError(f"{path} is another head than what is served: {wrong}")
+    with jax.set_mesh(mesh):
+        return read_head(head, path, served.mesh, mesh, jnp.dtype(served.model.execution.dtype).name)[1]
+
+
 def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
     """A tree of parameters with its layers apart, in the dtypes and at the places of those that are served: copies,
     which whoever gave the tree may donate afterwards, or with `release` the tree's own arrays as far as they will do.
     Raises ShardlmError where names or shapes differ, with both shapes."""
-    left = {"mtp", ENCODER} - served.params.keys()
+    theirs = {*served.shared, *(name.removesuffix(MADE_FIRST) for name in served.shared)}
+    left = ({"mtp", ENCODER} - served.params.keys()) | theirs
     tree = {name: part for name, part in _apart(tree, release).items() if name not in left}
-    old = served.params
+    old = {name: part for name, part in served.params.items() if name not in theirs}
     if served.model.execution.adapters:
         tree, old = (_without_adapters(params) for params in (tree, old))
     if served.model.execution.weights != "dtype" and not any(path[-1].endswith(SCALE) for path in flatten_dict(tree)):
@@ -158,7 +180,7 @@ def fitted(tree: Tree, served: Served, *, release: bool = False) -> Tree:
         for path, own in flatten_dict(old).items()
     }
     jax.block_until_ready(placed)
-    return unflatten_dict(placed)
+    return {**unflatten_dict(placed), **{name: served.params[name] for name in served.shared}}
 
 
 def _in_few_bits(tree: Tree, old: Tree, model: ModelDef) -> Tree:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlm.layers.context import Pages
+from shardlm.layers.context import HANDED, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged import Paged
 from shardlm.layers.seen import Seen
@@ -83,7 +83,8 @@ class Scores:
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """Chunks of prompts that the model has just read, for what else reads them. slot int32 [R]; fresh bool [R], where
-    the request is new in its slot; tokens, positions int32 [R, C]; hidden [R, C, D], after the last norm."""
+    the request is new in its slot; tokens, positions int32 [R, C]; hidden [R, C, D], after the last norm, or the
+    streams that the model hands out, where it does."""
 
     slot: jax.Array
     fresh: jax.Array
@@ -153,9 +154,10 @@ def chunk(
     positions, ctx = chunk_context(model, layout, rows.where, rows.tokens.shape[1], whole, parts)
     ctx = dataclasses.replace(ctx, seen=seen_at(state.vectors, rows.seen), turns=rows.turns, until=rows.until)
     lm = model.model(params)
-    hidden, pages, _ = lm(rows.tokens, positions, ctx, state.pages)
+    hidden, pages, aux = lm(rows.tokens, positions, ctx, state.pages)
     slots, *found = chunk_end(lm, state.slots, rows, hidden)
-    read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, blind(ctx), rows.tokens, positions, hidden)
+    handed = aux.get(HANDED, hidden)
+    read = Chunk(rows.where[:, 0], rows.where[:, 5] > 0, blind(ctx), rows.tokens, positions, handed)
     drafts = also(state.drafts, read)
     return dataclasses.replace(state, pages=pages, slots=slots, drafts=drafts), *found
 

@@ -312,9 +312,11 @@ class Runner(BeforeBatch):
     def update_weights(self, params: Any, draft: Any = None, encoder: Any = None) -> None:
         """New weights of the same shapes, of the draft model and of the encoder of images too where given; those that
         are not among them stay. Batches that were started keep theirs."""
+        held = {name: self.proposer_params[name].sharding for name in getattr(self.proposer, "shared", ())}
+        shared = {name: jax.device_put(params[name], at) for name, at in held.items() if name in params}
         for s, part in enumerate(self._cut(params)):
-            last = s == len(self._parts) - 1
-            self._change(s, functools.partial(self._take, s, part, draft if last else None))
+            drafts = (draft, shared) if s == len(self._parts) - 1 else (None, {})
+            self._change(s, functools.partial(self._take, s, part, *drafts))
         if encoder is not None:
             self._change(0, functools.partial(self._see_by, encoder))
 
@@ -322,10 +324,12 @@ class Runner(BeforeBatch):
         """All parameters, or some, as the stages have them."""
         return [params]
 
-    def _take(self, s: int, params: Any, draft: Any) -> None:
+    def _take(self, s: int, params: Any, draft: Any, shared: Mapping[str, Any]) -> None:
         self._parts[s] = replaced(self._parts[s], params)
         if draft is not None:
             self.proposer_params = draft
+        if shared:
+            self.proposer_params = {**self.proposer_params, **shared}
 
     def _see_by(self, encoder: Any) -> None:
         self.image_encoder = dataclasses.replace(self.image_encoder, params=encoder)

@@ -20,7 +20,8 @@ from shardlm.serve.state import ServeState, Slots, take
 
 Held = tuple[Slots, Sampled, Tally]  # the rows' own slots, what was sampled so far, what came of drafts
 Fed = tuple[jax.Array, ...]  # tokens int32 [B, 1 + K] or the stream [B, 1 + K, D]; the tokens; how many drafts count,
-# the last token's position, and how many tokens the row may still sample, int32 [B] each
+# the last token's position, and how many tokens the row may still sample, int32 [B] each; and in stages but the first
+# the streams that those before handed out, where there are any
 
 
 def begin(proposer: Proposer, most: int, params, kept: tuple[Slots, Any], rows: StageRows):
@@ -33,8 +34,8 @@ def begin(proposer: Proposer, most: int, params, kept: tuple[Slots, Any], rows: 
 
 def step(stage: Stage, layout: PageLayout, params, state: ServeState, rows: StageRows, entering: Fed, left: jax.Array):
     """A step in any stage but the last: (the state, what leaves it)."""
-    _, x, pages = _read(stage, layout, params, state.pages, rows, entering)
-    return dataclasses.replace(state, pages=pages), (x, *entering[1:])
+    _, x, pages, handed = _read(stage, layout, params, state.pages, rows, entering)
+    return dataclasses.replace(state, pages=pages), (x, *entering[1:5], *handed)
 
 
 def last_step(
@@ -43,10 +44,11 @@ def last_step(
     """The same in the last stage: ((pages, the proposer's state, Held), what enters the next step). `left`: steps after
     this one; there are no drafts for one that does not come."""
     (pages, drafts, (own, found, tally)), (own_params, proposers), where = state, both(params), rows.where
-    lm, x, pages = _read(stage, layout, own_params, pages, rows, entering)
+    lm, x, pages, handed = _read(stage, layout, own_params, pages, rows, entering)
     hidden = lm.finish(x)
     logits = jax.reshard(lm.logits(hidden), programs.WHOLE)
-    _, fed, count, position, room = entering
+    [hidden] = handed or [hidden]
+    _, fed, count, position, room, *_ = entering
     read = Rows(where[:, 0], where[:, 3:-1], position, room, own, where[:, -1])
     own, drafts, *out = verified(proposer, proposers, drafts, read, fed, count, hidden, logits, found, tally)
     drafts, entering = _proposed(proposer, proposers, drafts, where, (own, *out), left > 0)
@@ -62,9 +64,9 @@ def _proposed(proposer: Proposer, params, drafts: Any, where: jax.Array, held: H
 
 
 def _read(stage: Stage, layout: PageLayout, params, pages, rows: StageRows, entering: Fed):
-    (x, fed, count, position, room), where = entering, rows.where
+    (x, fed, count, position, room, *heard), where = entering, rows.where
     positions, valid = places(position, room, count, fed.shape[1])
     of_rows = {"adapter": where[:, -1], "slot": where[:, 0], "rows": "drafts"}
     ctx = Paged.make(where[:, 3:-1], valid, layout, stage.model.execution, **of_rows)
     ctx = dataclasses.replace(ctx, turns=programs.shifted(positions, rows.shift))
-    return through(stage, params, pages, x, positions, ctx)
+    return through(stage, params, pages, x, positions, ctx, tuple(heard))

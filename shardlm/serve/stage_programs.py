@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Pages
+from shardlm.layers.context import HANDED, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged import Paged
 from shardlm.layers.seen import Seen
@@ -24,7 +24,8 @@ from shardlm.serve.speculation.proposer import Proposer
 from shardlm.serve.stages import Stage
 from shardlm.serve.state import ServeState, Slots, take
 
-Entering = tuple[jax.Array, ...]  # tokens int32 in the first stage, else the stream, and what is left of vectors
+Entering = tuple[jax.Array, ...]  # tokens int32 in the first stage, else the stream, the streams that were handed out
+# before, where there are any, and what is left of vectors
 
 
 @jax.tree_util.register_dataclass
@@ -73,14 +74,14 @@ def end(_, kept: tuple[Slots, Any], rows: StageRows, own: Slots) -> tuple[Slots,
 def step(stage: Stage, layout: PageLayout, params, state: ServeState, rows: StageRows, entering: Entering, i):
     """Step i (int32) of a decode in any stage but the last: (the state, what leaves it ([B, 1, D],)). `entering`:
     tokens (int32 [B, 1],) in the first stage, else what left the one before."""
-    _, x, pages = _step(stage, layout, params, state.pages, rows, entering, i)
+    _, x, pages, _ = _step(stage, layout, params, state.pages, rows, entering, i)
     return dataclasses.replace(state, pages=pages), (x,)
 
 
 def last_step(stage: Stage, layout: PageLayout, params, state: tuple, rows: StageRows, entering: Entering, i):
     """The same in the last stage: ((pages, the proposer's state, what the group holds), tokens (int32 [B, 1],))."""
     (pages, drafts, (own, found)), where = state, rows.where
-    lm, x, pages = _step(stage, layout, params, pages, rows, entering, i)
+    lm, x, pages, _ = _step(stage, layout, params, pages, rows, entering, i)
     logits = jax.reshard(lm.logits(lm.finish(x))[:, 0], programs.WHOLE)
     sampled, own = programs.sampled_of(logits, own, where[:, 1] + i + 1, i < where[:, 2])
     found = jax.tree.map(lambda all, one: all.at[:, i].set(one), found, sampled)
@@ -100,8 +101,8 @@ def chunk(
     """Chunks in any stage but the last: (the state, what leaves it, each [R, C, ...]). `entering`: tokens (int32
     [R, C],) in the first stage, else what left the one before."""
     positions, ctx = _chunk_context(stage, layout, state, rows, entering, whole, parts)
-    _, x, pages = through(stage, params, state.pages, entering[0], positions, ctx)
-    return dataclasses.replace(state, pages=pages), x, *left_of(stage, ctx.seen)
+    _, x, pages, handed = through(stage, params, state.pages, entering[0], positions, ctx, heard_of(stage, entering))
+    return dataclasses.replace(state, pages=pages), x, *handed, *left_of(stage, ctx.seen)
 
 
 def last_chunk(
@@ -118,11 +119,12 @@ def last_chunk(
     """The same in the last stage, returning as programs.chunk does; with a proposer, parameters are its own too."""
     params, proposers = both(params) if proposer else (params, None)
     positions, ctx = _chunk_context(stage, layout, state, rows, entering, whole, parts)
-    lm, x, pages = through(stage, params, state.pages, entering[0], positions, ctx)
+    lm, x, pages, handed = through(stage, params, state.pages, entering[0], positions, ctx, heard_of(stage, entering))
     hidden, drafts = lm.finish(x), state.drafts
     slots, *found = programs.chunk_end(lm, state.slots, rows, hidden)
     if proposer:
         plain = programs.blind(ctx)
+        [hidden] = handed or [hidden]
         read = programs.Chunk(rows.where[:, 0], rows.where[:, 5] > 0, plain, rows.tokens, positions, hidden)
         drafts = proposer.read(proposers, drafts, read)
     return ServeState(pages, slots, drafts), *found
@@ -141,7 +143,13 @@ def seen_in(stage: Stage, vectors: jax.Array | None, places: jax.Array | None, e
     """As programs.seen_at, for a stage: of the first one's vectors, or of what is left of them."""
     if places is None or stage.first:
         return programs.seen_at(vectors, places)
-    return Seen(entering[1], places >= 0) if len(entering) > 1 else None
+    left = entering[1 + len(heard_of(stage, entering)) :]
+    return Seen(left[0], places >= 0) if left else None
+
+
+def heard_of(stage: Stage, entering: Entering) -> Entering:
+    """Of what enters a stage with chunks, the streams that those before it handed out."""
+    return entering[1:2] if stage.heard else ()
 
 
 def left_of(stage: Stage, seen: Seen | None) -> Entering:
@@ -161,10 +169,12 @@ def _step(stage: Stage, layout: PageLayout, params, pages: Pages, rows: StageRow
 
 
 def through(
-    stage: Stage, params, pages: Pages, entering: jax.Array, positions: jax.Array, ctx: Paged
-) -> tuple[Transformer, jax.Array, Pages]:
-    """(the stage's layers, what leaves them [B, T, D], pages)."""
+    stage: Stage, params, pages: Pages, entering: jax.Array, positions: jax.Array, ctx: Paged, heard: Entering = ()
+) -> tuple[Transformer, jax.Array, Pages, Entering]:
+    """(the stage's layers, what leaves them [B, T, D], pages, the streams that this stage and those before it, which
+    `heard` holds, hand out, side by side; () where there are none)."""
     lm = stage.lm(params)
     x = lm.enter(entering, positions, ctx) if stage.first else entering
-    x, pages, _ = lm.run(x, positions, ctx, pages)
-    return lm, x, pages
+    x, pages, aux = lm.run(x, positions, ctx, pages)
+    handed = (*heard, aux[HANDED]) if HANDED in aux else heard
+    return lm, x, pages, (jnp.concatenate(handed, axis=-1),) if len(handed) > 1 else handed

@@ -58,4 +58,4 @@ def _read(
     places, turns = token_rows.of_images(rows, position, rows.shift, i)
     seen = seen_in(stage, vectors, places, entering)
     ctx = dataclasses.replace(ctx, seen=seen, turns=turns)
-    return *through(stage, params, pages, x, position[:, None], ctx), left_of(stage, seen)
+    return *through(stage, params, pages, x, position[:, None], ctx)[:3], left_of(stage, seen)

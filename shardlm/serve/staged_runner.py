@@ -208,7 +208,8 @@ class StagedRunner(Groups, Runner):
         stream = jax.ShapeDtypeStruct((*entering[0].shape, self.model.config.embed_dim), self.model.execution.dtype)
         work = {}
         for s, stage in enumerate(self.stages):
-            entered = entering if stage.first else (stream, *entering[1:], *self._left(s, empty.seen))
+            heard = self._heard(s, entering[0].shape)
+            entered = entering if stage.first else (stream, *entering[1:], *heard, *self._left(s, empty.seen))
             self._fed[rows, s] = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in entered)
             where, entered, step = self._shapes_on(s, (empty, entered, np.int32(0)))
             function = functools.partial(steps.last_step if stage.last else steps.step, stage)
@@ -243,7 +244,13 @@ class StagedRunner(Groups, Runner):
         if self.stages[s].first:
             return self._shapes_on(s, (rows.tokens,))
         stream = jax.ShapeDtypeStruct((*rows.tokens.shape, self.model.config.embed_dim), self.model.execution.dtype)
-        return self._shapes_on(s, (stream, *self._left(s, rows.seen)))
+        return self._shapes_on(s, (stream, *self._heard(s, rows.tokens.shape), *self._left(s, rows.seen)))
+
+    def _heard(self, s: int, rows: tuple[int, int]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The streams that stages before this one hand out of so many tokens (stage_programs.heard_of)."""
+        if not (count := self.stages[s].heard):
+            return ()
+        return (jax.ShapeDtypeStruct((*rows, count * self.model.config.embed_dim), self.model.execution.dtype),)
 
     def _left(self, s: int, places: np.ndarray | None) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What is left of images' vectors for a stage but the first (stage_programs.left_of)."""

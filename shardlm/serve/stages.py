@@ -29,6 +29,7 @@ class Stage:
     layers  of the whole model
     absent  shapes of the parameters that other stages have, so that the model can be put together
     held    shapes and places of its own
+    heard   how many streams stages before it hand out (Execution.handed_out), which come with what enters it
     """
 
     model: ModelDef
@@ -38,6 +39,7 @@ class Stage:
     layers: slice
     absent: Tree
     held: Tree = None
+    heard: int = 0
 
     @property
     def count(self) -> int:
@@ -118,7 +120,10 @@ def together(params: Sequence[Tree], stages: Sequence[Stage]) -> Tree:
 
 def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> Stage:
     config = dataclasses.replace(model.config, segments=model.config.segments[run])
-    execution = dataclasses.replace(model.execution, rules=model.execution.rules.inside("pipeline"))
+    places = model.execution.handed_out
+    end = run.stop + last  # the stream behind its last layer is the next one's
+    own = tuple(place - run.start for place in places if run.start <= place < end)
+    execution = dataclasses.replace(model.execution, rules=model.execution.rules.inside("pipeline"), handed_out=own)
     if isinstance(execution.weights, AsPublished):
         execution = dataclasses.replace(execution, weights=execution.weights.behind(run.start))
     with jax.set_mesh(mesh):
@@ -132,7 +137,8 @@ def _stage(model: ModelDef, mesh: Mesh, run: slice, first: bool, last: bool) -> 
     here |= {"embedding"} if last and config.tie_embeddings else set()
     here |= {"mtp", "embedding", "positions"} if last and config.mtp else set()
     own = {name: held[name] for name in held if name in here}
-    return Stage(part, mesh, first, last, run, {name: held[name] for name in held if name not in here}, own)
+    absent, heard = {name: held[name] for name in held if name not in here}, sum(place < run.start for place in places)
+    return Stage(part, mesh, first, last, run, absent, own, heard)
 
 
 def repeated(place: Place, meshes: Sequence[Mesh]) -> Place:

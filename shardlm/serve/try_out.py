@@ -91,6 +91,7 @@ def _why_not(model: ModelDef) -> str:
         f"the dtype is {jnp.dtype(execution.dtype).name}": jnp.dtype(execution.dtype) != jnp.bfloat16,
         "weights are in few bits": execution.weights != "dtype",
         "projections have adapters": bool(execution.lora.rank),
+        "its layers read more than the stream": any(block.beside != "none" for block in model.config.blocks()),
         "no layer is attention and a feed-forward network": not _fit(model.config),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

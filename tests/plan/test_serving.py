@@ -9,11 +9,13 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 from served_cases import LLAMA, LLAMA_70B, MTP, NGRAM, drafted, on
+from small_eagle import head_for
 
 from launch import plan_serve_flags
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
+from shardlm.models.eagle import Streams
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer, answer_serving
 from shardlm.plan.serving.case import ServedModel
@@ -24,6 +26,7 @@ from shardlm.plan.serving.report.data import to_json
 from shardlm.plan.serving.report.text import to_text
 from shardlm.plan.serving.search import Found, ServingPlan, fits, search
 from shardlm.plan.serving.time import Speed
+from shardlm.serve.speculation.eagle_files import Head
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
 
@@ -63,6 +66,21 @@ def test_what_must_follow():
     assert room.memory.fullest.weights == base.memory.fullest.weights + 2 * own
     assert room.decode[0].least == pytest.approx(steps[0].least + 2 * own / 3.35e12)
     assert 1.02 * steps[0].seconds < room.decode[0].seconds < 1.5 * steps[0].seconds
+
+
+def test_a_head_s_passes_read_its_layer_and_its_logits(monkeypatch):
+    """Three passes for three drafts, and one of what was verified, through `fc`; the embedding is the model's."""
+    monkeypatch.setattr("shardlm.plan.serving.case.check_head", lambda head, *_: head.streams.of(32))
+    head = Head(None, Streams(), ("embedding",))
+    own = ServedModel("head", head_for(LLAMA.transformer(), 32_000), "bfloat16", 0, head=head)
+    wanted = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+    plan = ServingPlan.of(on("h100", 1, speculative_config=wanted, acceptance_rate=0.7, draft=own))
+    layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14_336
+    logits, fc = 4096 * 32_000, 3 * 4096 * 4096
+    norms, places = 4 * 4096, 4 * 128_256
+    assert plan.memory.fullest.draft == 2 * (layer + logits + fc + norms) + places
+    read = 15.01e9 + 2 * (4 * layer + 3 * logits + fc) + 1152 * (131_072 + 4 * 4096)
+    assert plan.decode[0].least == pytest.approx(read / 3.35e12 / plan.case.tokens_a_step, rel=2e-3)
 
 
 def test_drafts_bring_tokens_and_cost_what_makes_and_verifies_them():

@@ -40,13 +40,14 @@ from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef
 
 REFERENCES = pathlib.Path(__file__).parent.parent / "hf" / "references"
+HEADS, EAGLE = REFERENCES.parent / "eagle_references", {"method": "eagle3"} | DRAFTED
 SIZES = {"max_model_len": 48, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 8, "decode_steps": 4}
 
 
 def bytes_by_device(tree) -> set[int]:
-    """Of all arrays of a tree, on each device that has any."""
+    """Of all arrays of a tree, each once, on each device that has any."""
     found: dict = {}
-    for array in jax.tree.leaves(tree):
+    for array in {id(array): array for array in jax.tree.leaves(tree)}.values():
         for shard in array.addressable_shards:
             found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
     return set(found.values())
@@ -73,6 +74,17 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("gemma4_moe", {"pipeline": 2}, {"kv_cache_dtype": "fp8"}),
         ("../mtp_reference", {"tensor": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
         ("../hybrid_mtp_references/qwen3_5_moe", {"expert": 2}, {"speculative_config": {"method": "mtp"} | DRAFTED}),
+        ("../eagle_references/target", {"tensor": 2}, {"speculative_config": EAGLE | {"model": f"{HEADS}/specforge"}}),
+        (
+            "../eagle_references/target",
+            {"pipeline": 2},
+            {"speculative_config": EAGLE | {"model": f"{HEADS}/specforge"}},
+        ),
+        (
+            "../eagle_references/target",
+            {"data": 2},
+            {"speculative_config": EAGLE | {"model": f"{HEADS}/speculators"}, "kv_cache_bytes": 2**18},
+        ),
         ("qwen3_5", {"pipeline": 2}, {"speculative_config": {"model": str(REFERENCES / "qwen3_next")} | DRAFTED}),
         ("lfm2_moe", {"expert": 2}, {}),
         ("falcon_h1", {"tensor": 2}, {}),
@@ -90,8 +102,7 @@ def test_weights_pages_and_slots_are_what_the_engine_allocates(family, axes, opt
     mesh, folder = MeshSpec(**axes), REFERENCES / family
     config = EngineConfig(mesh=mesh, dtype="float32", **({"kv_cache_bytes": 2**17} | SIZES | options))
     drafts = config.speculative_config
-    drafting = ServedModel.of_folder(drafts.model, 48) if drafts and drafts.model else None
-    asked = {"acceptance_rate": 0.5, "draft": drafting} if drafts else {}
+    asked = {"acceptance_rate": 0.5, "draft": ServedModel.drafting(drafts, 48)} if drafts else {}
     case = ServingCase(ServedModel.of_folder(folder, 48), Cluster.of(GPUS["h100"], 4), config, 20, 9, **asked)
     plan = serving_memory(case)
 

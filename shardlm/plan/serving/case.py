@@ -31,6 +31,9 @@ from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.entries import fitted
 from shardlm.serve.snapshots import LEAST
+from shardlm.serve.speculation.config import SpeculativeConfig
+from shardlm.serve.speculation.eagle_files import Head, describe_head
+from shardlm.serve.speculation.eagle_files import check as check_head
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
 from shardlm.state import check_positions_in_keys
@@ -45,6 +48,7 @@ class ServedModel:
     mtp      those modules, where it has any
     folder   of a checkpoint in few bits, whose config.json at least is there; "": it is none
     seen     what it sees by, where it does
+    head     what its folder says, where it is a head that drafts by the streams of another (EAGLE-3)
     """
 
     name: str
@@ -54,6 +58,17 @@ class ServedModel:
     mtp: MtpConfig | None = None
     folder: str = ""
     seen: Seen | None = None
+    head: Head | None = None
+
+    @classmethod
+    def drafting(cls, asked: SpeculativeConfig | None, length: int = 0) -> "ServedModel | None":
+        """What drafts that are asked for come from, where that has weights of its own. Raises as `of_folder`."""
+        if asked is None or asked.model is None:
+            return None
+        if asked.method != "eagle3":
+            return cls.of_folder(asked.model, length, sees=False)
+        head = describe_head(asked.model, length)
+        return cls(pathlib.Path(asked.model).name, head.shape, stored_dtype(head.source), 0, head=head)
 
     @classmethod
     def of_config(cls, config: RunConfig, name: str = "") -> "ServedModel":
@@ -225,6 +240,9 @@ class ServingCase:
                 f"{self.model.name} has none; choose method 'ngram' or 'draft_model'"
             )
         if self.draft is None:
+            return
+        if self.draft.head:
+            check_head(self.draft.head, self.draft.name, self.model.shape)
             return
         own, wanted = self.draft.shape.vocab_size, self.model.shape.vocab_size
         if own != wanted:

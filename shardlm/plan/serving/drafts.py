@@ -1,5 +1,6 @@
-"""What drafts for a served model, as its engine holds and runs it (serve/speculation/): a smaller model, or the model's
-own modules for further tokens. Looking tokens up in the text has neither weights nor pages."""
+"""What drafts for a served model, as its engine holds and runs it (serve/speculation/): a smaller model, the model's
+own modules for further tokens, or a head that reads its streams. Looking tokens up in the text has neither weights nor
+pages."""
 
 import dataclasses
 import functools
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 
 from shardlm.layers.block import BlockConfig
 from shardlm.plan.serving.case import ServingCase
-from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work
+from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work, products
 from shardlm.plan.serving.weights import Held, InUse, cache_bytes, held_bytes, one_layer, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_stage
@@ -27,6 +28,7 @@ class Drafter:
     again     passes through all layers for the drafts of one step, a token of each row in each
     sampled   of these, those that end in logits and a sampled token
     observed  tokens of each row that go through the layers besides, once they are verified
+    entry     weights that tokens go through before the layers, but for those that are drafted
     """
 
     model: ModelDef
@@ -39,6 +41,7 @@ class Drafter:
     again: float
     sampled: int
     observed: int
+    entry: tuple[Held, ...] = ()
 
     @property
     def windows(self) -> list[int | None]:
@@ -52,7 +55,7 @@ class Drafter:
     def drafting(self, rows: float, context: float, itemsize: int) -> Iterator[tuple[Work, float]]:
         """(work, how often) of one decode step."""
         one = Pass(rows, rows, context, itemsize)
-        for work, count in self.reading(one):
+        for work, count in self._passing(one):
             yield work, self.again * count
         yield ends_work(InUse.of(self.head, self.rules), self.rules, one, self.vocab, self.embed_dim), self.sampled
         if self.observed:
@@ -60,6 +63,11 @@ class Drafter:
 
     def reading(self, one: Pass) -> Iterator[tuple[Work, float]]:
         """The same of tokens that only pass through the layers, as those of prompts do."""
+        if self.entry:
+            yield products([InUse.of(held, self.rules) for held in self.entry], one), 1
+        yield from self._passing(one)
+
+    def _passing(self, one: Pass) -> Iterator[tuple[Work, float]]:
         for block, own, count in self._kinds:
             yield layer_work(block, own, self.rules, self._cache, one, self.embed_dim), count
 
@@ -83,6 +91,8 @@ def drafter_of(case: ServingCase) -> Drafter | None:
     if asked.method == "mtp":
         return _modules(case, count)
     draft = case.draft
+    if draft.head:
+        return _head(case, count)
     dtype = case.engine.dtype or draft.dtype
     weights = weights_of(draft.shape, mesh, dtype, case.draft_weights)
     head = weights.beside["embedding" if weights.tied else "head"][0]
@@ -97,6 +107,28 @@ def drafter_of(case: ServingCase) -> Drafter | None:
         again=count + 1,  # one more for the keys and values of the last draft (speculation/draft_model.py)
         sampled=count + 1,
         observed=0,
+    )
+
+
+def _head(case: ServingCase, count: int) -> Drafter:
+    """In the model's dtype. Its embedding, where it is the model's, is there already, but in the last of several stages
+    (multi_token.py, eagle.py)."""
+    shape, head, mesh = case.draft.shape, case.draft.head, of_stage(case.engine.mesh)
+    weights = weights_of(shape, mesh, case.dtype, "dtype")
+    there = case.engine.mesh.pipeline == 1 or case.model.shape.tie_embeddings
+    shared = {name for name in head.shared if there or name == "head"}
+    return Drafter(
+        model=one_layer(shape, mesh, case.dtype, case.engine.kv_cache_dtype),
+        layers=tuple(zip(shape.blocks(), weights.layers, strict=True)),
+        beside=tuple(held for name, own in weights.beside.items() if name not in shared for held in own),
+        head=weights.beside["embedding" if weights.tied else "head"][0],
+        rules=serving_rules(shape, mesh),
+        vocab=shape.vocab_size,
+        embed_dim=shape.embed_dim,
+        again=count,
+        sampled=count,
+        observed=count,
+        entry=tuple(held for held in weights.beside["eagle"] if held.into),
     )
 
 

@@ -258,13 +258,15 @@ def slot_bytes(rows: int, vocab: int) -> int:
 
 
 def _kept_for_drafts(case: ServingCase, sizes: RunnerConfig) -> int:
-    """Of each slot and the one for padding: its text, or what modules take with the next token (speculation/)."""
+    """Of each slot and the one for padding: its text, or what modules or a head take with the next token
+    (speculation/)."""
     asked, rows = case.engine.speculative_config, sizes.max_rows + 1
     if asked is None or asked.method == "draft_model":
         return 0
     if asked.method == "ngram":
         return 4 * rows * sizes.max_model_len
-    return rows * (case.model.mtp.depth * case.model.shape.embed_dim * DTYPE_BYTES[case.dtype] + 4)
+    numbers = case.draft.shape.embed_dim if case.draft else case.model.mtp.depth * case.model.shape.embed_dim
+    return rows * (numbers * DTYPE_BYTES[case.dtype] + 4)
 
 
 def _stage(

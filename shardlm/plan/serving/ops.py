@@ -119,6 +119,12 @@ def layer_work(
     return Work(tuple(ops), tuple(exchanged), least + kv)
 
 
+def products(weights: Sequence[InUse], one: Pass) -> Work:
+    """Of projections alone."""
+    ops = [op for held in weights for op in _projection(held, "mlp", {}, one.tokens, one.itemsize)]
+    return Work(tuple(ops), (), sum(held.nbytes for held in weights))
+
+
 def _around(own: StreamsConfig | GatedStreamsConfig | AltUpConfig, D: int, one: Pass) -> Iterator[Op]:
     """What several streams add to a layer."""
     if isinstance(own, AltUpConfig):

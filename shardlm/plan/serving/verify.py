@@ -2,6 +2,7 @@
 them. What is said here is "compiled"; the plan's own figures are "estimated"."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -121,12 +122,15 @@ def runner_of(plan: ServingPlan) -> Runner:
     if speculative and speculative.method == "mtp":
         shape = dataclasses.replace(shape, mtp=case.model.mtp)
     fused = possible(case) if case.engine.fused_products == "on" else 0
-    model = _described(shape, mesh.build(devices), case.dtype, case.weights, kv_cache, case.engine.room, fused)
+    head = case.draft.head if case.draft else None
+    streams = head.streams.of(shape.num_layers) if head else ()
+    own = (case.weights, kv_cache, case.engine.room, fused, streams)
+    model = _described(shape, mesh.build(devices), case.dtype, *own)
     meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
     if case.draft:
-        dtype = case.engine.dtype or case.draft.dtype
+        dtype = case.dtype if head else case.engine.dtype or case.draft.dtype
         own = _described(case.draft.shape, meshes[-1], dtype, case.draft_weights, kv_cache)
-        draft = DraftModel(own, own.held_at_rest(meshes[-1]))
+        draft = DraftModel(own, own.held_at_rest(meshes[-1]), None, streams, head.shared if head else ())
     stages = stages_on(model, meshes) if mesh.pipeline > 1 else []
     proposer, params = None, ()
     if speculative:
@@ -145,14 +149,16 @@ def _described(
     kv_cache: KvFormat,
     room: Room = NO_ROOM,
     fused: int = 0,
+    streams: tuple[int, ...] = (),
 ) -> ModelDef:
     """A model on devices that are not there, its layers apart, with room for adapters, whose projections of up to so
-    many tokens are fused."""
+    many tokens are fused, and that hands out such streams."""
     device = mesh.devices.flat[0]
     with jax.set_mesh(mesh):
         rules = serving_rules(shape, MeshSpec(**mesh.shape), weights)
         execution = executed(execution_of(shape, rules, dtype, device, weights, LoraConfig()), room)
-        return ModelDef.make(apart(shape), dataclasses.replace(execution, kv_cache=kv_cache, fused_rows=fused))
+        more = {"kv_cache": kv_cache, "fused_rows": fused, "handed_out": streams}
+        return ModelDef.make(apart(shape), dataclasses.replace(execution, **more))
 
 
 def verify_apart(plans: Sequence[ServingPlan]) -> list[VerifiedServing]:
@@ -172,7 +178,7 @@ def verify_serving(plan: ServingPlan) -> VerifiedServing:
         target = runner.mesh.devices.flat[0]  # whose kernels are chosen (tokamax, cuDNN)
         with jax.default_device(target), traced_for(target):
             compiled = runner.lower(key, *work[key]).compile()
-        found.append(_program(plan, compiled, what, rows, tokens, stage))
+        found.append(_program(plan, compiled, what, rows, tokens, stage, _twice(runner, stage)))
     return VerifiedServing(tuple(found), time.perf_counter() - started)
 
 
@@ -190,7 +196,15 @@ def _largest(plan: ServingPlan) -> list[tuple[str, Any, int, int, int]]:
     return found
 
 
-def _program(plan: ServingPlan, compiled, what: str, rows: int, tokens: int, stage: int) -> Program:
+def _twice(runner: Runner, stage: int) -> int:
+    """Bytes on a device of what a head shares with the model in this stage: two arguments of a program, one array."""
+    last = runner._parts[-1] if stage == len(runner._parts) - 1 else {}
+    names = [name for name in getattr(runner.proposer, "shared", ()) if name in last]
+    held = [last[name] for name in names]
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in held)
+
+
+def _program(plan: ServingPlan, compiled, what: str, rows: int, tokens: int, stage: int, twice: int) -> Program:
     memory, own = compiled.memory_analysis(), plan.memory.stages[stage]
     beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
     mesh = dataclasses.replace(of_replica(plan.case.engine.mesh), pipeline=1)
@@ -201,7 +215,7 @@ def _program(plan: ServingPlan, compiled, what: str, rows: int, tokens: int, sta
         rows,
         tokens,
         stage,
-        memory.argument_size_in_bytes,
+        memory.argument_size_in_bytes - twice,
         memory.temp_size_in_bytes + beside,
         own.held - unused + getattr(own, what),
         bill.by_axis(),

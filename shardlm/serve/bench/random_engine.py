@@ -46,8 +46,9 @@ def random_engine(shape: TransformerConfig, config: EngineConfig) -> Engine | En
         rules = serving_rules(shape, one, held)
         model = ModelDef.make(shape, execution_of(shape, rules, dtype, device, held, LoraConfig()))
         opened = Opened(model, random_weights(model, mesh), mesh, None, pathlib.Path())
-    beside = (of_stage(one), config.dtype, config.kv_cache_dtype)
-    draft = open_draft_model(config.speculative_config, shape, length, *beside)
+    asked = config.speculative_config
+    of_draft = dtype if asked and asked.method == "eagle3" else config.dtype  # a head is in the model's
+    draft = open_draft_model(asked, shape, length, of_stage(one), of_draft, config.kv_cache_dtype)
     return assemble(opened, tokenizer, (), length, config, draft=draft)
 
 

@@ -11,6 +11,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.page_layout import PageLayout, layout_of, layout_of_rows
+from shardlm.layers.param import MADE_FIRST
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer import Transformer
 from shardlm.models.transformer_config import TransformerConfig
@@ -20,21 +21,26 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.speculation.draft_model import DraftModelProposer
+from shardlm.serve.speculation.eagle import EagleProposer
+from shardlm.serve.speculation.eagle_files import HEAD, open_head
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.speculation.proposer import Proposer
-from shardlm.serve.stages import Stage
+from shardlm.serve.stages import Place, Stage
 from shardlm.state import ModelDef, kv_ways
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """A draft model, its layers apart, and its parameters at rest; None: the model itself or its last pipeline stage,
-    whose modules draft, and how it is put together with its parameters (`lm`)."""
+    """A draft model or head, its layers apart, and its parameters at rest; None: the model itself or its last pipeline
+    stage, whose modules draft, and how it is put together with its parameters (`lm`). A head reads the `streams` of
+    the model behind so many layers, and some parameters are `shared` with it."""
 
     model: ModelDef
     params: Any
     lm: Callable[[Any], Transformer] | None = None
+    streams: tuple[int, ...] = ()
+    shared: tuple[str, ...] = ()
 
     @property
     def windows(self) -> list[int | None]:
@@ -42,6 +48,27 @@ class DraftModel:
         blocks = [*self.model.config.all_blocks()]
         number = self.model.config.num_layers
         return _windows(blocks[number:] if self.params is None else blocks[:number])
+
+    def listening(self, model: ModelDef, params: Any) -> tuple[ModelDef, "DraftModel"]:
+        """(the model that it drafts for, which hands out the streams that it reads, it with the parameters of that);
+        call under its mesh."""
+        if not self.streams:
+            return model, self
+        execution = dataclasses.replace(model.execution, handed_out=self.streams)
+        held = self.model.held_at_rest(jax.tree.leaves(self.params)[0].sharding.mesh)
+        shared = {name: jax.device_put(params[name], held[name].sharding) for name in self.shared}
+        own = dataclasses.replace(self, params={**self.params, **shared})
+        return ModelDef.make(model.config, execution), own
+
+    def beside(self, place: Place) -> Place:
+        """With what is shared once on each device, where the last stage has it."""
+        models = place.params[-1]
+        names = [n for n in self.shared if n in models and models[n].sharding == place.draft[n].sharding]
+        return (
+            dataclasses.replace(place, draft={**place.draft, **{name: models[name] for name in names}})
+            if names
+            else place
+        )
 
     def within(self, stage: Stage) -> "DraftModel":
         """As it is in the last stage of the model that it drafts for."""
@@ -78,6 +105,8 @@ def open_draft_model(
     shape. Raises ShardlmError, before its weights are read, where it cannot."""
     if config is None or config.model is None:
         return None
+    if config.method == "eagle3":
+        return _open_head(config.model, shape, length, mesh, dtype, kv_cache, devices)
     found = describe(config.model, length)
     drafting, longest = found.source.transformer(), found.longest
     own, vocab = drafting.vocab_size, shape.vocab_size
@@ -111,6 +140,15 @@ def open_draft_model(
         )
     with jax.set_mesh(draft.mesh):
         return DraftModel(*taken_apart(draft.model, draft.params, kv_cache))
+
+
+def _open_head(
+    path: str, shape: TransformerConfig, length: int, mesh: MeshSpec, dtype: str | None, *rest
+) -> DraftModel:
+    head, model, params = open_head(path, shape, length, mesh, dtype, *rest)
+    end = MADE_FIRST if model.execution.made_first else ""
+    shared = tuple(name + end if name == HEAD else name for name in head.shared)
+    return DraftModel(model, params, None, head.streams.of(shape.num_layers), shared)
 
 
 def layouts_of(
@@ -161,6 +199,9 @@ def make_proposer(
     count = config.num_speculative_tokens
     if config.method == "mtp":
         return MultiTokenProposer(count, draft.model, draft.lm, layout, sizes.page_size, sizes.max_rows), None
+    if config.method == "eagle3":
+        own = (count, draft.model, draft.model.model, layout, sizes.page_size, sizes.max_rows)
+        return EagleProposer(*own, draft.shared), draft.params
     if draft is not None:
         return DraftModelProposer(count, draft.model, layout, sizes.page_size), draft.params
     least, most = config.prompt_lookup_min, config.prompt_lookup_max

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlm.errors import ShardlmError
 
-METHODS = ("ngram", "draft_model", "mtp")
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp")  # of models' own, in vLLM
 
 
@@ -15,8 +15,9 @@ MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp")  #
 class SpeculativeConfig:
     """num_speculative_tokens  drafted for each step of the model
     method               "ngram": what followed the same tokens before; "draft_model": what a smaller model says;
-                         "mtp": what the model's own modules say that were trained to predict further tokens
-    model                of "draft_model": its folder, name or run
+                         "mtp": what the model's own modules say that were trained to predict further tokens;
+                         "eagle3": what a head says that was trained on the model's streams (EAGLE-3)
+    model                of "draft_model": its folder, name or run; of "eagle3": its folder or name
     prompt_lookup_max    of "ngram": the most last tokens that are looked up
     prompt_lookup_min    the fewest
     """
@@ -42,8 +43,10 @@ class SpeculativeConfig:
         method = "mtp" if method in MTP_NAMES else method
         if method not in METHODS:
             raise ShardlmError(f"speculative_config: method={method!r}; choose from {', '.join(METHODS)}")
-        parse = {"ngram": _ngram, "draft_model": _draft_model, "mtp": _mtp}[method]
-        return parse(options, _count(options, "num_speculative_tokens"))
+        count = _count(options, "num_speculative_tokens")
+        if method in ("draft_model", "eagle3"):
+            return _by_model(options, count, method)
+        return {"ngram": _ngram, "mtp": _mtp}[method](options, count)
 
     def check_room(self, length: int) -> None:
         """Raises ShardlmError for more tokens than a text of `length` has."""
@@ -78,13 +81,14 @@ def _ngram(options: Mapping[str, Any], count: int) -> SpeculativeConfig:
     return SpeculativeConfig(count, "ngram", None, most, least)
 
 
-def _draft_model(options: Mapping[str, Any], count: int) -> SpeculativeConfig:
+def _by_model(options: Mapping[str, Any], count: int, method: str) -> SpeculativeConfig:
     if not options.get("model"):
-        raise ShardlmError("speculative_config: method 'draft_model' needs model, a folder, name or run")
+        what = "a folder, name or run" if method == "draft_model" else "the folder or name of a head"
+        raise ShardlmError(f"speculative_config: method {method!r} needs model, {what}")
     lookups = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if options.get(name) is not None]
     if lookups:
         raise ShardlmError(f"speculative_config: {lookups[0]} is for method 'ngram'; leave it out beside a model")
-    return SpeculativeConfig(count, "draft_model", str(options["model"]))
+    return SpeculativeConfig(count, method, str(options["model"]))
 
 
 def _mtp(options: Mapping[str, Any], count: int) -> SpeculativeConfig:

@@ -79,9 +79,10 @@ class MultiTokenProposer:
 
     def read(self, params, state, chunk):
         first = jnp.where(chunk.fresh, chunk.positions[:, 0], state.first[chunk.slot])
-        known, hidden = state.hidden[:, chunk.slot], jax.reshard(chunk.hidden, WHOLE)
+        lm = self.lm(params)
+        known, hidden = state.hidden[:, chunk.slot], self.taken(lm, chunk.hidden)
         read = _Read(chunk.ctx.page_table, chunk.tokens, chunk.positions, chunk.ctx.valid, first)
-        made, pages = self._fed(self.lm(params), state.pages, known, _after(known[0], hidden), read)
+        made, pages = self._fed(lm, state.pages, known, _after(known[0], hidden), read)
         last = jnp.maximum(jnp.sum(chunk.ctx.valid, axis=1) - 1, 0)
         known = jnp.stack([_at(a, last) for a in (hidden, *made[:-1])])
         return State(pages, state.hidden.at[:, chunk.slot].set(known), state.first.at[chunk.slot].set(first))
@@ -100,8 +101,7 @@ class MultiTokenProposer:
             for module, x in zip(modules, inputs, strict=True):
                 x, pages = self._module(lm, module, pages, x, read)
                 made.append(x)
-            logits = jax.reshard(lm.logits_of_next(made[0], modules[0])[:, 0], WHOLE)
-            sampled, own = sampled_of(logits, own, rows.position + i + 1, active)
+            sampled, own = sampled_of(self.logits(lm, made[0], modules[0]), own, rows.position + i + 1, active)
             return pages, [jax.reshard(x, WHOLE) for x in made], own, found.at[:, i].set(sampled.token, mode="drop")
 
         pages, own = state.pages, dataclasses.replace(rows.own, told=jnp.zeros_like(rows.own.told))
@@ -119,13 +119,14 @@ class MultiTokenProposer:
 
     def observe(self, params, state, rows, tokens, accepted, hidden):
         """Of drafts that stay, what the modules keep is made anew of the model's hidden states."""
-        known, hidden = state.hidden[:, rows.slot], jax.reshard(hidden, WHOLE)
+        lm = self.lm(params)
+        known, hidden = state.hidden[:, rows.slot], self.taken(lm, hidden)
         index = jnp.arange(self.drafts)
         valid = (index < accepted[:, None]) & (rows.room > 0)[:, None]
         last = jnp.maximum(accepted - 1, 0)
         positions = rows.position[:, None] + 1 + jnp.minimum(index, last[:, None])
         read = _Read(rows.table, tokens[:, : self.drafts], positions, valid, state.first[rows.slot])
-        made, pages = self._fed(self.lm(params), state.pages, known, hidden[:, : self.drafts], read)
+        made, pages = self._fed(lm, state.pages, known, hidden[:, : self.drafts], read)
         further = [
             jnp.where((accepted > 0)[:, None], _at(a, last), old) for a, old in zip(made[:-1], known[1:], strict=True)
         ]
@@ -154,7 +155,21 @@ class MultiTokenProposer:
         valid = read.valid & (positions >= read.first[:, None])
         ctx = Paged.make(read.table, valid, self.layout, self.model.execution)
         x = jax.reshard(x, self.model.execution.rules.act.spec("batch", "seq", "embed"))
-        return lm.predict_next(x, read.tokens, jnp.maximum(positions, 0), ctx, pages, module, layer=module)
+        return self.run(lm, module, pages, x, read.tokens, jnp.maximum(positions, 0), ctx)
+
+    # What is a module's, and otherwise in eagle.py.
+
+    def taken(self, lm: Transformer, hidden: jax.Array) -> jax.Array:
+        """What module 0 takes [B, T, D], whole on every device, of what the model hands out of each token."""
+        return jax.reshard(hidden, WHOLE)
+
+    def logits(self, lm: Transformer, made: jax.Array, module: int) -> jax.Array:
+        """float32 [B, V], whole on every device, of what a module makes of one token [B, 1, D]."""
+        return jax.reshard(lm.logits_of_next(made, module)[:, 0], WHOLE)
+
+    def run(self, lm: Transformer, module: int, pages: Pages, x: jax.Array, tokens, positions, ctx: Paged):
+        """(what a module makes of x [B, T, D], pages)."""
+        return lm.predict_next(x, tokens, positions, ctx, pages, module, layer=module)
 
 
 @dataclasses.dataclass(frozen=True)

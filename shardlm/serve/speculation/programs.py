@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardlm.layers.context import Pages
+from shardlm.layers.context import HANDED, Pages
 from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.paged import Paged
 from shardlm.ops.batch_sampling import Sampled
@@ -150,14 +150,14 @@ def verified(
 
 
 def _read(model: ModelDef, layout: PageLayout, params, pages: Pages, rows: Rows, fed: jax.Array, count: jax.Array):
-    """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], logits
-    float32 [B, 1 + K, V] whole on every device, pages)."""
+    """Runs the model over the last token and `count` [B] drafts of fed [B, 1 + K]: (hidden [B, 1 + K, D], or the
+    streams that it hands out, logits float32 [B, 1 + K, V] whole on every device, pages)."""
     positions, valid = places(rows.position, rows.room, count, fed.shape[1])
     ctx = Paged.make(rows.table, valid, layout, model.execution, adapter=rows.adapter, slot=rows.slot, rows="drafts")
     ctx = dataclasses.replace(ctx, turns=programs.shifted(positions, rows.own.shift))
     lm = model.model(params)
-    hidden, pages, _ = lm(fed, positions, ctx, pages)
-    return hidden, jax.reshard(lm.logits(hidden), WHOLE), pages
+    hidden, pages, aux = lm(fed, positions, ctx, pages)
+    return aux.get(HANDED, hidden), jax.reshard(lm.logits(hidden), WHOLE), pages
 
 
 def _accepted(logits, rows: Rows, fed, count, found: Sampled, made) -> tuple[Slots, Sampled, jax.Array]:

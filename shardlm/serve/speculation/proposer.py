@@ -60,7 +60,7 @@ class Proposer(Protocol):
         self, params: Tree, state: Tree, rows: Rows, tokens: jax.Array, accepted: jax.Array, hidden: jax.Array
     ) -> Tree:
         """After verification of `rows`: tokens int32 [B, 1 + K] followed the last one, of which 1 + accepted [B] count;
-        hidden [B, 1 + K, D] is the model's of the last token and of the drafts."""
+        hidden [B, 1 + K, D] is the model's of the last token and of the drafts, or the streams that it hands out."""
 
     def pages(self, state: Tree) -> Pages:
         """What of it are pages; {} where there are none."""
