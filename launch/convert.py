@@ -1,9 +1,11 @@
-"""Writes a run's checkpoint, or a file of llama.cpp, as a Hugging Face folder, or a Hugging Face folder as a run.
+"""Writes a run's checkpoint, or a file of llama.cpp, as a Hugging Face folder, or a Hugging Face folder as a run,
+or either as a Hugging Face folder in few bits.
 
 python -m launch.convert --checkpoint=runs/tiny --output=exported
 python -m launch.convert --checkpoint=runs/lora --output=merged --merge
 python -m launch.convert --checkpoint=model-Q4_K_M.gguf --output=exported
 python -m launch.convert --checkpoint=FOLDER --output=runs/opened
+python -m launch.convert --checkpoint=FOLDER --output=few --quantization=W4A16
 """
 
 import pathlib
@@ -19,6 +21,11 @@ _OUTPUT = flags.DEFINE_string("output", None, "A new folder.")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of a Hugging Face folder that is written.")
 _SHARD_GB = flags.DEFINE_float("shard_gb", 5.0, "Largest file of a Hugging Face folder that is written.", 1e-6)
 _MERGE = flags.DEFINE_bool("merge", False, "Add adapters (lora) into the weights, instead of writing them for PEFT.")
+_QUANTIZATION = flags.DEFINE_string(
+    "quantization",
+    "",
+    "Write projections in few bits, as vLLM and SGLang read them: W4A16, W8A16, FP8_DYNAMIC or W8A8.",
+)
 _EMA = flags.DEFINE_bool("ema", False, "Write the averaged weights of the run (optim.ema_decay).")
 
 
@@ -29,6 +36,7 @@ OTHER_NAMES = {
     "torch_dtype": "dtype",
     "max_shard_size": "shard_gb",
     "merge_and_unload": "merge",
+    "scheme": "quantization",
 }
 
 
@@ -46,7 +54,7 @@ def main() -> int:
 
     prepare_for(_CHECKPOINT.value, 1)
     folder = find(_CHECKPOINT.value)
-    if is_hf(folder) and not behind_it(read_config(folder)):
+    if is_hf(folder) and not behind_it(read_config(folder)) and not _QUANTIZATION.value:
         for flag in (_MERGE, _EMA):
             if flag.value:
                 raise ShardlmError(
@@ -61,6 +69,7 @@ def main() -> int:
     else:
         shard_bytes = int(_SHARD_GB.value * 1e9)
         options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}
+        options["quantization"] = _QUANTIZATION.value
         to_hf(_CHECKPOINT.value, _OUTPUT.value, _DTYPE.value, **options)
         output = pathlib.Path(_OUTPUT.value)
         opener = opened_by(output)

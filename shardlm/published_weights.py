@@ -167,10 +167,15 @@ def _as_stored(tensor: Tensor, shape: tuple[int, ...], axis: int) -> bool:
 
 
 def _projections(config: TransformerConfig, rules: Rules) -> dict[tuple, nnx.Param]:
-    """Shapes, with their metadata, of what may be held in few bits."""
-    _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, Execution(rules), None)))
-    params = {path: param for path, param in nnx.to_flat_state(state) if path[0] in ("segments", "mtp")}
+    """Of these shapes those of what may be held in few bits."""
+    params = {path: param for path, param in parameters(config, rules).items() if path[0] in ("segments", "mtp")}
     return {path: param for path, param in params.items() if param.get_metadata("into")}
+
+
+def parameters(config: TransformerConfig, rules: Rules) -> dict[tuple, nnx.Param]:
+    """Shapes of all parameters, with their metadata; call under a mesh."""
+    _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, Execution(rules), None)))
+    return dict(nnx.to_flat_state(state))
 
 
 def _place(path: tuple) -> str:

@@ -148,9 +148,9 @@ class Params:
         elif groups is not None:
             self._in_groups(module, name, shape, names, into, groups)
         elif names[0] == "experts":
-            setattr(module, name, self(shape, names, init, into))
+            setattr(module, name, self(shape, names, init, into, projection=True))
         else:
-            self.weight(module, name, shape, names, init, into=into)
+            self.weight(module, name, shape, names, init, into=into, projection=True)
         if names[0] != "experts":
             self.adapter(module, name, shape, names, into=into)
 
@@ -185,14 +185,16 @@ class Params:
         setattr(module, name, self((*shape[into:], *shape[:into]), (*names[into:], *names[:into]), _zeros(held), into))
         setattr(module, name + SCALE, self(shape[into:], names[into:], _zeros(dynamic_matmul.SCALE)))
 
-    def weight(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
+    def weight(
+        self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1, **metadata
+    ) -> None:
         """Sets module.`name`, a weight as in `projection` in the compute dtype; where weights lie made first, one of
         that name and MADE_FIRST [*shape[into:], *shape[:into]]."""
         if self.made_first:
             turned = (*shape[into:], *shape[:into]), (*names[into:], *names[:into])
-            setattr(module, name + MADE_FIRST, self(*turned, init, into))
+            setattr(module, name + MADE_FIRST, self(*turned, init, into, **metadata))
         else:
-            setattr(module, name, self(shape, names, init, into))
+            setattr(module, name, self(shape, names, init, into, **metadata))
 
     def __call__(
         self, shape: tuple[int, ...], names: tuple[str, ...], init: Initializer, into: int = 0, **metadata
