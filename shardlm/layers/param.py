@@ -28,7 +28,9 @@ from shardlm.ops.grouped_weights import (
     scale_shape,
 )
 from shardlm.ops.kv_format import KvFormat
-from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
+from shardlm.ops.quantized_matmul import DYNAMIC as OF_TOKENS
+from shardlm.ops.quantized_matmul import EIGHT_BITS, Matmul, quantized_einsum
+from shardlm.ops.schemes import SCHEMES, as_served
 from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Rules
 
@@ -88,6 +90,21 @@ class Execution:
     made_first: bool = False
     few_bits: GroupedProducts = "dequantised"
     fused_rows: int = 0
+
+    @property
+    def by_scheme(self) -> bool:
+        """Whether training multiplies by weights as a scheme will write them, which it makes of float32 ones."""
+        return self.matmul in SCHEMES
+
+    @property
+    def plain(self) -> "Execution":
+        """For weights so small that 8 bits would save nothing. What a scheme writes is rounded wherever it is."""
+        return self if self.by_scheme else dataclasses.replace(self, matmul="dtype")
+
+    @property
+    def ahead(self) -> jnp.dtype:
+        """What a pipeline's stage holds its weights in through a step."""
+        return jnp.float32 if self.by_scheme else self.dtype
 
 
 def normal(std: float) -> Initializer:
@@ -233,13 +250,23 @@ def project(
     elif (groups := in_groups(getattr(module, name))) is not None:
         held, axis = Grouped(*held_parts(module, name, execution).values()), getattr(module, name).get_metadata("into")
         y = anew_einsum(letters, x, held, axis - 1, groups, out_sharding)
-    elif execution.matmul == "dtype":
+    elif not in_eight_bits(getattr(module, name), execution):
         y = jnp.einsum(letters, x, in_use(getattr(module, name), execution), out_sharding=out_sharding)
     else:
         param = getattr(module, name)
         use = execution.rules.use.spec(*param.get_metadata("names"))
         y = quantized_einsum(letters, x, param[...], execution.matmul, use=use, out_sharding=out_sharding)
     return y + _adapter(letters, x, module, name, execution, out_sharding) if hasattr(module, name + A) else y
+
+
+def in_eight_bits(param: nnx.Param, execution: Execution) -> bool:
+    """Whether training multiplies a weight, and what comes to it, as numbers of 8 bits."""
+    return execution.matmul in EIGHT_BITS or (execution.matmul in OF_TOKENS and is_projection(param))
+
+
+def is_projection(param: nnx.Param) -> bool:
+    """Whether it is of those that are held, and written, in few bits."""
+    return param.get_metadata("projection", False)
 
 
 def _made_first(letters: str, x: jax.Array, param: nnx.Param, execution: Execution) -> jax.Array:
@@ -374,5 +401,9 @@ def gathered(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
 
 
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:
-    """One layer's weight, cast and then gathered, so that the all-gather moves the compute dtype."""
-    return execution.rules.gather(param[...].astype(execution.dtype), *param.get_metadata("names"))
+    """One layer's weight, cast and then gathered, so that the all-gather moves the compute dtype. Where training rounds
+    to what will be served, what that stands for."""
+    w, names = param[...], param.get_metadata("names")
+    if execution.by_scheme and is_projection(param):
+        w = as_served(w, tuple(range(names[0] == "experts", param.get_metadata("into"))), SCHEMES[execution.matmul])
+    return execution.rules.gather(w.astype(execution.dtype), *names)

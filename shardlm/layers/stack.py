@@ -108,7 +108,7 @@ class Stack(nnx.Module):
         rows = ctx.rows(x.shape[-1]) | {"positions": positions}
         learned = {VECTORS: rows.pop(VECTORS)} if execution.learns_images and VECTORS in rows else {}
         how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat, stacked)}
-        how |= {"dtype": execution.dtype, "spread": spreading(stacked, inside)}
+        how |= {"dtype": execution.ahead, "spread": spreading(stacked, inside)}
         x, aux = run_stages(stage, stacked, x, rows, learned, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 

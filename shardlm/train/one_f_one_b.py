@@ -84,7 +84,7 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
         in_specs=(staged, whole, PartitionSpec("pipeline", replicas or None)),
         out_specs=((whole, whole, (whole, staged, whole)), (staged, whole)),
     )
-    held = lay_out(cast_ahead(own, execution.dtype))
+    held = lay_out(cast_ahead(own, execution.ahead))
     (total, parts, (before, inside, behind)), (d_own, d_shared) = run(held, everywhere, rows)
     (d_own,) = jax.linear_transpose(lay_out, own)(d_own)
     inside = jax.tree.map(lambda a: to_layers(a, schedule), inside)
