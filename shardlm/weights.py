@@ -35,7 +35,7 @@ from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.expert_tensors import one_by_one
-from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, join, read, shape_of, stacked
+from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, apart, join, read, shape_of, stacked
 from shardlm.models.tensor_pieces import check_told, cuts, joined
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.state import ModelDef
@@ -144,6 +144,19 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
     return one_by_one(registry.text_config(folder.config), joined(found))
 
 
+def names_in(folder: Folder, stored: Collection[str], config: TransformerConfig) -> Callable[[BlockConfig], Names]:
+    """What a folder with tensors of these names calls the weights of a block."""
+
+    def of(block: BlockConfig) -> Names:
+        known = registry.names(folder.config, config, block)
+        single = {path: tensor for path, tensor in apart(known).items() if known[path] != tensor}
+        layers = range(config.num_layers)
+        here = any(t.name.format(layer=layer, expert=0) in stored for t in single.values() for layer in layers)
+        return {**known, **single} if here else known
+
+    return of
+
+
 def _check(
     config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored], head: str, hint: str = ""
 ) -> None:
@@ -246,9 +259,10 @@ class _Reader:
                 del stored[name]
         held = held_weights(shapes, model.execution.weights, model.groups)
         whole = as_read(held)
-        named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
+        names_of = names_in(folder, stored, model.config)
+        named = leaves(model.config, whole, names_of)
         originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
-        known = registry.names(folder.config, model.config, next(model.config.blocks()))
+        known = names_of(next(model.config.blocks()))
         repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
         told = {tensor.name: tensor.told for tensor in known.values() if tensor.told}
         check_told(told, stored)

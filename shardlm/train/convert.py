@@ -19,9 +19,9 @@ from shardlm.execution import DTYPES
 from shardlm.hf_quantised import supported
 from shardlm.merge import merged
 from shardlm.models import registry
+from shardlm.models.naming import apart
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import BESIDE, Prepared, prepare, trained
-from shardlm.ops.schemes import SCHEMES
 from shardlm.progress_bar import bytes_bar
 from shardlm.run_files import CHECKPOINTS, save_run_files
 from shardlm.state import at_rest
@@ -83,7 +83,8 @@ def to_hf(
         config["max_position_embeddings"] = opened.found.run.config_json["train"]["seq_len"]
 
     def names(block):
-        return registry.names(config, opened.model.config, block)
+        found = registry.names(config, opened.model.config, block)
+        return apart(found) if quantization else found
 
     def finish(written: pathlib.Path) -> None:
         hf_files.copy_beside(beside, written)
@@ -95,8 +96,7 @@ def to_hf(
         if (folder / "tokenizer.json").exists() and not described.exists():
             described.write_text(json.dumps(_tokenizer_config(folder), indent=2) + "\n")
 
-    written, run = jnp.dtype(DTYPES[dtype]), opened.found.run
-    trained = run.config_json.get("matmul", "") if run else ""
+    written, trained = jnp.dtype(DTYPES[dtype]), opened.found.scheme
     few = in_few_bits(quantization, opened.model.config, names, trained) if quantization else None
     planned = weights.planned(opened.model.config, _unread(opened, name), names, written, few.rounds if few else ())
     if seeing:
@@ -106,7 +106,7 @@ def to_hf(
         planned = list(planned)
         config["quantization_config"] = few.options(planned, seeing.eyes if seeing else ())
         planned = few.tensors(planned)
-    elif trained in SCHEMES:
+    elif trained:
         log.warning("%s was trained as what --quantization=%s writes; this is what is rounded", checkpoint, trained)
     with bytes_bar("writing weights") as progress:
         hf_files.write_folder(output, planned, config, finish, shard_bytes, progress)

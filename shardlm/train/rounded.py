@@ -5,6 +5,7 @@ import functools
 
 from shardlm.errors import ShardlmError
 from shardlm.models import registry
+from shardlm.models.naming import apart
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.schemes import SCHEMES
 from shardlm.train.config import RunConfig
@@ -42,4 +43,4 @@ def check_rounded(config: RunConfig, shape: TransformerConfig) -> None:
 @functools.lru_cache(maxsize=16)
 def _check_written(name: str, model, shape: TransformerConfig) -> None:
     options = model.to_hf()
-    checked(name, shape, lambda block: registry.names(options, shape, block), trained=True)
+    checked(name, shape, lambda block: apart(registry.names(options, shape, block)), trained=True)

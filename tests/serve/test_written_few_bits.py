@@ -137,6 +137,17 @@ def test_routers_are_left_and_experts_are_not(tmp_path):
     load(tmp_path / "few", dtype="float32")
 
 
+@pytest.mark.parametrize("name", ["llama4", pytest.param("gemma4_moe", marks=pytest.mark.wide)])
+def test_experts_of_one_tensor_are_written_one_by_one(name, tmp_path):
+    convert.to_hf(REFERENCES / name, tmp_path / "few", quantization="W8A8")
+    found = [own for own in Folder.open(tmp_path / "few").tensors if own.endswith("experts.1.gate_proj.weight_scale")]
+    assert found
+    before, after = (load(path, dtype="float32").params for path in (REFERENCES / name, tmp_path / "few"))
+    for a, b in zip(map(np.asarray, jax.tree.leaves(before)), map(np.asarray, jax.tree.leaves(after)), strict=True):
+        # Within half of 1/127 of the largest number, and what is not rounded within bfloat16.
+        assert np.abs(a - b).max() <= np.abs(a).max() / 200
+
+
 @pytest.mark.parametrize(
     "name,scheme,says",
     [
