@@ -115,7 +115,7 @@ class _Held:
 
     @classmethod
     def of(cls, sketch: Sketch) -> "_Held":
-        eight_bits = sketch.config.matmul != "dtype" and sketch.mesh.pipeline == 1
+        eight_bits = sketch.products != "dtype" and sketch.mesh.pipeline == 1
         return _held(sketch.spread, len(sketch.shape.segments), itemsize(sketch), eight_bits, _Stages.of(sketch))
 
 
