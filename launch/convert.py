@@ -54,13 +54,14 @@ def main() -> int:
 
     prepare_for(_CHECKPOINT.value, 1)
     folder = find(_CHECKPOINT.value)
-    if is_hf(folder) and not behind_it(read_config(folder)) and not _QUANTIZATION.value:
-        for flag in (_MERGE, _EMA):
-            if flag.value:
-                raise ShardlmError(
-                    f"--{flag.name}: {_CHECKPOINT.value} is a Hugging Face model, without adapters or averages, "
-                    "and is written as a run: leave it out"
-                )
+    opens = is_hf(folder) and not behind_it(read_config(folder))
+    for flag in (_MERGE, _EMA) if opens else ():
+        if flag.value:
+            raise ShardlmError(
+                f"--{flag.name}: {_CHECKPOINT.value} is a Hugging Face model, without adapters or averages, "
+                f"and is written as {'a folder' if _QUANTIZATION.value else 'a run'}: leave it out"
+            )
+    if opens and not _QUANTIZATION.value:
         to_run(_CHECKPOINT.value, _OUTPUT.value)
         run = shlex.quote(_OUTPUT.value)
         print(f"generate:  {python()} -m launch.generate --checkpoint={run} --prompt='Once upon a time'")
@@ -79,7 +80,8 @@ def main() -> int:
                 f"{package} opens no file of llama.cpp: write the base as a folder, with --checkpoint={base}, and name"
             )
             print(f"that folder as base_model_name_or_path in {output / CONFIG}")
-        print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r})")
+        beside = " (with the package compressed-tensors)" if _QUANTIZATION.value else ""
+        print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r}){beside}")
     return 0
 
 
