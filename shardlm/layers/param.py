@@ -28,8 +28,7 @@ from shardlm.ops.grouped_weights import (
     scale_shape,
 )
 from shardlm.ops.kv_format import KvFormat
-from shardlm.ops.quantized_matmul import DYNAMIC as OF_TOKENS
-from shardlm.ops.quantized_matmul import EIGHT_BITS, Matmul, quantized_einsum
+from shardlm.ops.quantized_matmul import Matmul, in_eight_bits, quantized_einsum
 from shardlm.ops.schemes import SCHEMES, as_served
 from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Rules
@@ -100,11 +99,6 @@ class Execution:
     def plain(self) -> "Execution":
         """For weights so small that 8 bits would save nothing. What a scheme writes is rounded wherever it is."""
         return self if self.by_scheme else dataclasses.replace(self, matmul="dtype")
-
-    @property
-    def ahead(self) -> jnp.dtype:
-        """What a pipeline's stage holds its weights in through a step."""
-        return jnp.float32 if self.by_scheme else self.dtype
 
 
 def normal(std: float) -> Initializer:
@@ -250,18 +244,13 @@ def project(
     elif (groups := in_groups(getattr(module, name))) is not None:
         held, axis = Grouped(*held_parts(module, name, execution).values()), getattr(module, name).get_metadata("into")
         y = anew_einsum(letters, x, held, axis - 1, groups, out_sharding)
-    elif not in_eight_bits(getattr(module, name), execution):
+    elif not in_eight_bits(execution.matmul, is_projection(getattr(module, name))):
         y = jnp.einsum(letters, x, in_use(getattr(module, name), execution), out_sharding=out_sharding)
     else:
         param = getattr(module, name)
         use = execution.rules.use.spec(*param.get_metadata("names"))
         y = quantized_einsum(letters, x, param[...], execution.matmul, use=use, out_sharding=out_sharding)
     return y + _adapter(letters, x, module, name, execution, out_sharding) if hasattr(module, name + A) else y
-
-
-def in_eight_bits(param: nnx.Param, execution: Execution) -> bool:
-    """Whether training multiplies a weight, and what comes to it, as numbers of 8 bits."""
-    return execution.matmul in EIGHT_BITS or (execution.matmul in OF_TOKENS and is_projection(param))
 
 
 def is_projection(param: nnx.Param) -> bool:

@@ -37,6 +37,12 @@ EIGHT_BITS = ("fp8", "int8")
 DYNAMIC = {"FP8_DYNAMIC": jnp.float8_e4m3fn, "W8A8": jnp.int8}
 
 
+def in_eight_bits(matmul: Matmul, projection: bool) -> bool:
+    """Whether training multiplies a weight, and what comes to it, as numbers of 8 bits. projection: whether schemes
+    write it in few bits."""
+    return matmul in EIGHT_BITS or (matmul in DYNAMIC and projection)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
