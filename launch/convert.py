@@ -1,9 +1,11 @@
-"""Writes a run's checkpoint, or a file of llama.cpp, as a Hugging Face folder, or a Hugging Face folder as a run.
+"""Writes a run's checkpoint, or a file of llama.cpp, as a Hugging Face folder, or a Hugging Face folder as a run,
+or either as a Hugging Face folder in few bits.
 
 python -m launch.convert --checkpoint=runs/tiny --output=exported
 python -m launch.convert --checkpoint=runs/lora --output=merged --merge
 python -m launch.convert --checkpoint=model-Q4_K_M.gguf --output=exported
 python -m launch.convert --checkpoint=FOLDER --output=runs/opened
+python -m launch.convert --checkpoint=FOLDER --output=few --quantization=W4A16
 """
 
 import pathlib
@@ -19,6 +21,11 @@ _OUTPUT = flags.DEFINE_string("output", None, "A new folder.")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of a Hugging Face folder that is written.")
 _SHARD_GB = flags.DEFINE_float("shard_gb", 5.0, "Largest file of a Hugging Face folder that is written.", 1e-6)
 _MERGE = flags.DEFINE_bool("merge", False, "Add adapters (lora) into the weights, instead of writing them for PEFT.")
+_QUANTIZATION = flags.DEFINE_string(
+    "quantization",
+    "",
+    "Write projections in few bits, as vLLM and SGLang read them: W4A16, W8A16, FP8_DYNAMIC or W8A8.",
+)
 _EMA = flags.DEFINE_bool("ema", False, "Write the averaged weights of the run (optim.ema_decay).")
 
 
@@ -29,6 +36,7 @@ OTHER_NAMES = {
     "torch_dtype": "dtype",
     "max_shard_size": "shard_gb",
     "merge_and_unload": "merge",
+    "scheme": "quantization",
 }
 
 
@@ -46,13 +54,14 @@ def main() -> int:
 
     prepare_for(_CHECKPOINT.value, 1)
     folder = find(_CHECKPOINT.value)
-    if is_hf(folder) and not behind_it(read_config(folder)):
-        for flag in (_MERGE, _EMA):
-            if flag.value:
-                raise ShardlmError(
-                    f"--{flag.name}: {_CHECKPOINT.value} is a Hugging Face model, without adapters or averages, "
-                    "and is written as a run: leave it out"
-                )
+    opens = is_hf(folder) and not behind_it(read_config(folder))
+    for flag in (_MERGE, _EMA) if opens else ():
+        if flag.value:
+            raise ShardlmError(
+                f"--{flag.name}: {_CHECKPOINT.value} is a Hugging Face model, without adapters or averages, "
+                f"and is written as {'a folder' if _QUANTIZATION.value else 'a run'}: leave it out"
+            )
+    if opens and not _QUANTIZATION.value:
         to_run(_CHECKPOINT.value, _OUTPUT.value)
         run = shlex.quote(_OUTPUT.value)
         print(f"generate:  {python()} -m launch.generate --checkpoint={run} --prompt='Once upon a time'")
@@ -61,6 +70,7 @@ def main() -> int:
     else:
         shard_bytes = int(_SHARD_GB.value * 1e9)
         options = {"shard_bytes": shard_bytes, "ema": _EMA.value, "merge": _MERGE.value}
+        options["quantization"] = _QUANTIZATION.value
         to_hf(_CHECKPOINT.value, _OUTPUT.value, _DTYPE.value, **options)
         output = pathlib.Path(_OUTPUT.value)
         opener = opened_by(output)
@@ -70,7 +80,8 @@ def main() -> int:
                 f"{package} opens no file of llama.cpp: write the base as a folder, with --checkpoint={base}, and name"
             )
             print(f"that folder as base_model_name_or_path in {output / CONFIG}")
-        print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r})")
+        beside = " (with the package compressed-tensors)" if _QUANTIZATION.value else ""
+        print(f"opens in {package}: {opener}.from_pretrained({_OUTPUT.value!r}){beside}")
     return 0
 
 

@@ -16,7 +16,7 @@ from shardlm.hf_quantised.kept import Kept
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.ops import dynamic_matmul
 from shardlm.ops.grouped_weights import Grouped, Groups, as_published, dequantised, grouped_axis, quantised
-from shardlm.ops.weight_format import WeightFormat
+from shardlm.ops.weight_format import WeightFormat, grouped
 
 Tree = Any
 Index = tuple[slice, ...]
@@ -104,14 +104,26 @@ class InGroups:
 @dataclasses.dataclass(frozen=True)
 class ByResult:
     """A weight of 8-bit numbers [L, *made, *summed] with a scale for each result (ops/dynamic_matmul.py), and the
-    shapes of both."""
+    shapes of both. published: a checkpoint has both so, and they are not made again."""
 
     values: jax.ShapeDtypeStruct
     scale: jax.ShapeDtypeStruct
     how: WeightFormat
+    published: bool = False
 
     def views(self, index: Index) -> list[View]:
-        return [View("read", self.whole, index)]
+        if not self.published:
+            return [View("read", self.whole, index)]
+        shape, last = self.whole.shape, len(self.summed)  # of summed dimensions, behind that of layers
+        of_results = jax.ShapeDtypeStruct((*shape[:last], 1, *shape[last + 1 :]), self.scale.dtype)
+        results = (index[0], *[slice(0, 1)] * last, *index[last + 1 :])
+        return [View("codes", self.whole, index), View("factors_of", of_results, results, shape[last])]
+
+    def as_held(self, tensors: Iterable[Any]) -> "ByResult":
+        """Of a checkpoint with these tensors."""
+        kept = [getattr(tensor, "kept", None) for tensor in tensors]
+        same = all(own and own.numbers == grouped(self.how) and not own.group and not own.zeros for own in kept)
+        return dataclasses.replace(self, published=same)
 
     @property
     def summed(self) -> range:
@@ -127,6 +139,8 @@ class ByResult:
     def reads_twice(self) -> bool:
         """Whether devices hold parts of what is summed over: then all of it is read for the scales, and each part for
         its numbers."""
+        if self.published:
+            return False
         spec = (*self.values.sharding.spec, *(None,) * self.values.ndim)[self.scale.ndim : self.values.ndim]
         return any(self.values.sharding.mesh.shape[axis] > 1 for axis in jax.tree.leaves(spec))
 
@@ -136,7 +150,11 @@ class ByResult:
         last, found = range(-len(self.summed), 0), []
         for (index, scales), devices in _holders(self.values, self.scale):
 
-            def make(w, scales=scales):
+            def make(w, factors=None, scales=scales):
+                if self.published:
+                    own = factors[(slice(None), *[0] * len(self.summed))].astype(self.scale.dtype)
+                    turned = np.moveaxis(w, [dim + 1 for dim in self.summed], last)
+                    return {path: np.ascontiguousarray(turned), of_scale(path): own}
                 if self.reads_twice:
                     own = made()[scales]
                 else:

@@ -111,12 +111,14 @@ def read_generation(path: pathlib.Path) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A tensor that is to be written; `make` gives its array when its turn comes."""
+    """A tensor that is to be written; `make` gives its array when its turn comes. `rounds`: it is a projection, and is
+    to be written in few bits."""
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
     make: Callable[[], np.ndarray]
+    rounds: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 slices."""
 
 import dataclasses
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from shardlm.mesh import MeshSpec
 from shardlm.models import registry
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.rope import STRETCHED
+from shardlm.ops.schemes import SCHEMES
 from shardlm.ops.weight_format import AsPublished, layers_differ
 from shardlm.optim import ENCODER
 from shardlm.precision import COMPUTE_DTYPE
@@ -38,6 +40,7 @@ from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest, joined
 from shardlm.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 BESIDE = ("mtp", ENCODER)  # parts of what a run trained that are read where they are asked for
 
 
@@ -109,6 +112,12 @@ class Found:
         if not isinstance(self.source, Pretrained) or (rows and _stretched(self.source)):
             return rows
         return max(rows, registry.longest(self.source.options))
+
+    @property
+    def scheme(self) -> str:
+        """By which the run rounded its weights in training (ops/schemes.py); "": by none."""
+        matmul = self.run.config_json.get("matmul", "") if self.run else ""
+        return matmul if matmul in SCHEMES else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +241,11 @@ def prepare(
         table = serving_rules(shape, spec, weight_format, rules) if decoding else plain
         name = dtype or usual_dtype(found, built.devices.flat[0])
         execution = execution_of(shape, table, name, built.devices.flat[0], weight_format, found.lora)
+        if found.scheme and weight_format == "dtype":
+            if decoding:
+                log.warning("%s was trained as what --quantization=%s of launch.convert writes", path, found.scheme)
+            else:  # what was trained is what is looked at
+                execution = dataclasses.replace(execution, matmul=found.scheme)
         model = ModelDef.make(shape, execution)
     return Prepared(found, model, built)
 

@@ -18,10 +18,11 @@ from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, Stored, holds_weights
 from shardlm.hf_quantised import kept_as, supported
 from shardlm.hf_quantised.kept import Kept
+from shardlm.layers.block import BlockConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models import registry
-from shardlm.models.naming import Tensor
+from shardlm.models.naming import Names, Tensor
 from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import Transformer
 from shardlm.models.transformer_config import TransformerConfig
@@ -113,7 +114,7 @@ def kinds_in(folder: Folder, config: TransformerConfig, rules: Rules) -> dict[st
         few = tensor is not None and getattr(tensor, "few", not isinstance(tensor, Stored))
         return getattr(tensor, "kept", None), few
 
-    return _kinds(folder.config, config, rules, look)
+    return _kinds(weights.names_in(folder, stored, config), config, rules, look)
 
 
 def kinds_told(options: Mapping[str, Any], config: TransformerConfig, rules: Rules) -> dict[str, Kind]:
@@ -124,7 +125,7 @@ def kinds_told(options: Mapping[str, Any], config: TransformerConfig, rules: Rul
         kept = kept_by(name)
         return (kept if kept and kept.numbers else None), kept is not None
 
-    return _kinds(options, config, rules, look)
+    return _kinds(lambda block: registry.names(options, config, block), config, rules, look)
 
 
 def as_published(kinds: Mapping[str, Kind], rules: Rules) -> AsPublished:
@@ -137,7 +138,7 @@ def as_published(kinds: Mapping[str, Kind], rules: Rules) -> AsPublished:
 
 
 def _kinds(
-    options: Mapping[str, Any],
+    names_of: Callable[[BlockConfig], Names],
     config: TransformerConfig,
     rules: Rules,
     look: Callable[[str], tuple[Kept | None, bool]],
@@ -146,7 +147,7 @@ def _kinds(
     params = _projections(config, rules)
     shapes = unflatten_dict({path: jax.ShapeDtypeStruct(param.shape, param.dtype) for path, param in params.items()})
     found: dict[str, Kind] = {}
-    for leaf in weights.leaves(config, shapes, lambda block: registry.names(options, config, block)):
+    for leaf in weights.leaves(config, shapes, names_of):
         param = params[leaf.path]
         names, into = param.get_metadata("names"), param.get_metadata("into")
         kind = found.setdefault(weight_key(leaf.path[-1], names[0], _place(leaf.path)), Kind())
@@ -167,10 +168,15 @@ def _as_stored(tensor: Tensor, shape: tuple[int, ...], axis: int) -> bool:
 
 
 def _projections(config: TransformerConfig, rules: Rules) -> dict[tuple, nnx.Param]:
-    """Shapes, with their metadata, of what may be held in few bits."""
-    _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, Execution(rules), None)))
-    params = {path: param for path, param in nnx.to_flat_state(state) if path[0] in ("segments", "mtp")}
+    """Of these shapes those of what may be held in few bits."""
+    params = {path: param for path, param in parameters(config, rules).items() if path[0] in ("segments", "mtp")}
     return {path: param for path, param in params.items() if param.get_metadata("into")}
+
+
+def parameters(config: TransformerConfig, rules: Rules) -> dict[tuple, nnx.Param]:
+    """Shapes of all parameters, with their metadata; call under a mesh."""
+    _, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, Execution(rules), None)))
+    return dict(nnx.to_flat_state(state))
 
 
 def _place(path: tuple) -> str:

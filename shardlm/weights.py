@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from shardlm.hf_quantised import dequantised
 from shardlm.layers.block import BlockConfig
 from shardlm.models import registry
 from shardlm.models.expert_tensors import one_by_one
-from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, join, read, shape_of, stacked
+from shardlm.models.naming import LAYER, OF_MODULES, Names, Tensor, apart, join, read, shape_of, stacked
 from shardlm.models.tensor_pieces import check_told, cuts, joined
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.state import ModelDef
@@ -144,6 +144,19 @@ def own_tensors(folder: Folder) -> dict[str, Readable]:
     return one_by_one(registry.text_config(folder.config), joined(found))
 
 
+def names_in(folder: Folder, stored: Collection[str], config: TransformerConfig) -> Callable[[BlockConfig], Names]:
+    """What a folder with tensors of these names calls the weights of a block."""
+
+    def of(block: BlockConfig) -> Names:
+        known = registry.names(folder.config, config, block)
+        single = {path: tensor for path, tensor in apart(known).items() if known[path] != tensor}
+        layers = range(config.num_layers)
+        here = any(t.name.format(layer=layer, expert=0) in stored for t in single.values() for layer in layers)
+        return {**known, **single} if here else known
+
+    return of
+
+
 def _check(
     config: TransformerConfig, named: list[Leaf], shapes: Tree, stored: Mapping[str, Stored], head: str, hint: str = ""
 ) -> None:
@@ -151,8 +164,8 @@ def _check(
     tied = config.tie_embeddings
     flat = jax.tree.leaves(shapes)
     needed: dict[str, tuple[int, ...]] = {}
-    for group in _groups(named, flat).values():
-        shape = _their_shape(group)
+    for group in by_tensor(named, flat).values():
+        shape = their_shape(group)
         for name in {name for leaf, ours in group for name in leaf.names(ours)}:
             needed[name] = shape
     extra = [name for name in stored if name not in needed and not (tied and name == head)]
@@ -187,7 +200,7 @@ def _further(config: TransformerConfig, options: Mapping[str, Any], stored: Mapp
     return [name for name in stored if name.startswith(layers)]
 
 
-def _groups(named: list[Leaf], flat: list) -> dict[str, list[tuple[Leaf, tuple[int, ...]]]]:
+def by_tensor(named: list[Leaf], flat: list) -> dict[str, list[tuple[Leaf, tuple[int, ...]]]]:
     """The leaves that share a tensor, by its name before layers and experts are filled in, segment by segment."""
     groups: dict[str, list] = {}
     for leaf, shape in zip(named, flat, strict=True):
@@ -200,12 +213,12 @@ def _one(leaf: Leaf, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[bool(leaf.layers) :]
 
 
-def _their_shape(group: list[tuple[Leaf, tuple[int, ...]]]) -> tuple[int, ...]:
+def their_shape(group: list[tuple[Leaf, tuple[int, ...]]]) -> tuple[int, ...]:
     ones = [(leaf.tensor, _one(leaf, shape)[leaf.tensor.per_expert() :]) for leaf, shape in group]
-    return shape_of([(_without_experts(tensor), one) for tensor, one in ones])
+    return shape_of([(without_experts(tensor), one) for tensor, one in ones])
 
 
-def _without_experts(tensor: Tensor) -> Tensor:
+def without_experts(tensor: Tensor) -> Tensor:
     """The layout of one expert's tensor."""
     if not tensor.per_expert():
         return tensor
@@ -246,9 +259,10 @@ class _Reader:
                 del stored[name]
         held = held_weights(shapes, model.execution.weights, model.groups)
         whole = as_read(held)
-        named = leaves(model.config, whole, lambda block: registry.names(folder.config, model.config, block))
+        names_of = names_in(folder, stored, model.config)
+        named = leaves(model.config, whole, names_of)
         originals = {leaf.path: leaf.tensor.name for leaf in named if not leaf.layers}
-        known = registry.names(folder.config, model.config, next(model.config.blocks()))
+        known = names_of(next(model.config.blocks()))
         repeated = {name: originals[ours,] for name, ours in copies(model.config, known) if name in stored}
         told = {tensor.name: tensor.told for tensor in known.values() if tensor.told}
         check_told(told, stored)
@@ -261,6 +275,8 @@ class _Reader:
             one = held[leaf.path]
             if isinstance(one, InGroups) and one.how.published:
                 check_kept(one.how, {name: stored[name] for name in leaf.names(one.whole.shape)})
+            elif isinstance(one, ByResult):
+                one = one.as_held(stored[name] for name in leaf.names(one.whole.shape))
             parts = one.parts(leaf.path, functools.cache(functools.partial(reader.scales, leaf, one)))
             reader.work.append((leaf, one, parts))
             indices = [part.index for part in parts] + [(slice(None),) * one.whole.ndim] * one.reads_twice
@@ -291,7 +307,7 @@ class _Reader:
 
     def _layer(self, leaf: Leaf, layer: int, view: View) -> np.ndarray:
         """What is read as numbers in the dtype of `view.whole`, else in its own."""
-        tensor, plain, shape, index = leaf.tensor, _without_experts(leaf.tensor), view.whole.shape, view.index
+        tensor, plain, shape, index = leaf.tensor, without_experts(leaf.tensor), view.whole.shape, view.index
 
         def part(tensor: Tensor, shape: tuple[int, ...], index: Index, **which: int) -> np.ndarray:
             fetch = getattr(self.stored[tensor.name.format(layer=layer, **which)], view.name)
@@ -310,15 +326,19 @@ class _Reader:
 
 
 def planned(
-    config: TransformerConfig, params: Tree, names: Callable[[BlockConfig], Names], dtype: np.dtype
+    config: TransformerConfig,
+    params: Tree,
+    names: Callable[[BlockConfig], Names],
+    dtype: np.dtype,
+    rounds: Collection[str] = (),
 ) -> Iterator[Planned]:
     """The tensors of a checkpoint of these parameters, arrays or `Unread`, in `dtype`; each is brought to the host when
-    it is written."""
+    it is written. `rounds`: the names of those that will be rounded, which are float32."""
     flat = jax.tree.leaves(params)
     named = leaves(config, params, names)
     arrays = {leaf.path: a for leaf, a in zip(named, flat, strict=True)}
-    for group in _groups(named, flat).values():
-        shape = _their_shape(group)
+    for group in by_tensor(named, flat).values():
+        shape = their_shape(group)
         first, ours = group[0]
         own = np.dtype(first.tensor.dtype or dtype)
         if first.tensor.pieces:
@@ -326,16 +346,17 @@ def planned(
             continue
         for place, layer in enumerate(first.numbers or (0,)):
             for expert in range(_one(first, ours)[0]) if first.tensor.per_expert() else (0,):
+                name = first.tensor.name.format(layer=layer, expert=expert)
+                held = np.dtype("float32") if name in rounds else own
 
-                def make(group=group, place=place, expert=expert, dtype=own) -> np.ndarray:
+                def make(group=group, place=place, expert=expert, dtype=held) -> np.ndarray:
                     parts = []
                     for leaf, _ in group:
                         at = (place,) * bool(leaf.layers) + (expert,) * leaf.tensor.per_expert()
-                        parts.append((_without_experts(leaf.tensor), _on_host(arrays[leaf.path], at, dtype)))
+                        parts.append((without_experts(leaf.tensor), _on_host(arrays[leaf.path], at, dtype)))
                     return join(parts)
 
-                name = first.tensor.name.format(layer=layer, expert=expert)
-                yield Planned(name, own, shape, make)
+                yield Planned(name, held, shape, make, name in rounds)
     known = names(next(config.blocks()))
     for tensor in (tensor for tensor in known.values() if tensor.told):
         own = np.dtype(tensor.dtype)

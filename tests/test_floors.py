@@ -52,7 +52,7 @@ FLOORS = [
         "metrics",
         "generate",
         "hlo",
-        *("weights", "text_names", "weight_copies", "held_weights", "published_weights"),
+        *("weights", "text_names", "weight_copies", "held_weights", "published_weights", "written_few_bits"),
         *("merge", "peft", "peft_folder", "peft_modules"),
         *("execution", "opened", "serving_rules"),
         "network",

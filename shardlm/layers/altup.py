@@ -90,7 +90,7 @@ class AltUp(nnx.Module):
 
     def _routed(self, x: jax.Array, execution: Execution) -> jax.Array:
         """x [B, T, D] -> [B, T, S]."""
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         reads = self.router_norm(x, execution) * jnp.asarray(1 / x.shape[-1], x.dtype)
         return jnp.tanh(project("btd,ds->bts", reads, self, "router", plain).astype(jnp.float32)).astype(x.dtype)
 
@@ -109,7 +109,7 @@ class Laurel(nnx.Module):
         self.norm = Norm(config.norm, D, params)
 
     def __call__(self, x: jax.Array, execution: Execution) -> jax.Array:
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         narrow = project("btd,dr->btr", x, self, "down", plain)
         return x + self.norm(project("btr,rd->btd", narrow, self, "up", plain), execution)
 
@@ -126,13 +126,13 @@ class AltUpEnds(nnx.Module):
 
     def begin(self, x: jax.Array, execution: Execution) -> jax.Array:
         """x [B, T, D] -> [B, T, S * D]."""
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         made = _as_large(project("btd,sde->btse", x, self, "into", plain), x)
         return jnp.concatenate([x[:, :, None], made], axis=2).reshape(*x.shape[:2], -1)
 
     def end(self, x: jax.Array, execution: Execution) -> jax.Array:
         """x [B, T, S * D] -> [B, T, D]."""
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         x = x.reshape(*x.shape[:2], self.config.count, -1)
         first = x[:, :, 0]
         made = _as_large(project("btsd,sde->btse", x[:, :, 1:], self, "out", plain), first)

@@ -67,7 +67,7 @@ class BlockIndexer(nnx.Module):
     def __call__(self, x: jax.Array, turns: jax.Array, execution: Execution) -> BlockIndex:
         """x [B, T, D] with the whole sequence; turns int32 [B, T], or on three axes [B, T, 3]."""
         config, x = self.config, jax.lax.stop_gradient(x)
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         q = self.q_norm(project("btd,dnh->btnh", x, self, "wq", plain), execution)
         k = project("btd,dh->bth", x, self, "wk", plain)
         scale = in_use(self.k_norm.scale, execution) + config.norm.offset

@@ -150,7 +150,7 @@ class EntryIndexer(nnx.Module):
         """latent [B, T, Q] with the whole sequence, x [B, T, D] with the sequence split as between blocks."""
         own, whole = self.config.chooser, execution.rules.act.spec("batch", "whole_seq", None)
         latent, x = (jax.lax.stop_gradient(a) for a in (latent, x))
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         q = rope_of_tail(project("btr,rnh->btnh", latent, self, "wq", plain), positions, self.config.rope)
         weights = jnp.einsum("btd,dn->btn", x, in_use(self.heads, execution), preferred_element_type=jnp.float32)
         weights = jax.reshard(weights * (own.num_heads * own.head_dim) ** -0.5, whole)

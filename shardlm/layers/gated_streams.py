@@ -52,7 +52,7 @@ class GatedStreamsHead(nnx.Module):
 
     def read(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
         """(what a layer reads [B, T, D], the streams after their norms [B, T, S, D])."""
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         x = x.reshape(*x.shape[:2], self.config.count, -1)
         normed = grouped_norm(x, gathered(self, "scale", execution), self.config.norm_eps)
         narrow = project("btsd,sdr->btr", normed, self, "down", plain) / self.config.count
@@ -73,7 +73,7 @@ class GatedStreams(GatedStreamsHead):
 
     def before(self, x: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
         """x [B, T, S * D] -> (what the layer reads [B, T, D]; for `after`, the weights [B, T, S])."""
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         read, normed = self.read(x, execution)
         added = project("btsd,sdj->btj", normed, self, "add", plain) / self.config.count
         return read, 2 * jax.nn.sigmoid(added)

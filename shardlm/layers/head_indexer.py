@@ -75,7 +75,7 @@ class HeadIndexer(nnx.Module):
     def __call__(self, x: jax.Array, turns: jax.Array, execution: Execution) -> HeadIndex:
         """x [B, T, D] with the whole sequence; turns int32 [B, T], or on three axes [B, T, 3]."""
         config, x = self.config, jax.lax.stop_gradient(x)
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         q = self.q_norm(project("btd,dnh->btnh", x, self, "wq", plain), execution)
         k = self.k_norm(project("btd,dh->bth", x, self, "wk", plain), execution)
         q, k = rope(q, turns, config.rope), rope(k[:, :, None], turns, config.rope)[:, :, 0]

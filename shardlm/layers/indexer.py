@@ -99,7 +99,7 @@ class Indexer(nnx.Module):
         latent, x, faster = jax.lax.stop_gradient((latent, x, faster))
         if config.of_stream:
             latent = jax.reshard(self.q_norm(x, execution), whole)
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         q = project("btr,rnh->btnh", latent, self, "wq", plain)
         if config.by_logarithm:
             q = by_logarithm(q, positions, *(in_use(a, execution) for a in (self.growth, self.start)))

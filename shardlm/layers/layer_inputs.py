@@ -49,7 +49,7 @@ class LayerInputs(nnx.Module):
         looked_up = act.spec("batch", "whole_seq", None, "embed")
         own = self._looked_up(tokens, in_use(self.table, execution), looked_up)
         own = jax.reshard(own, act.spec("batch", "seq", None, "embed")) * jnp.asarray(P**0.5, own.dtype)
-        made = project("btd,dlp->btlp", x, self, "from_embedding", dataclasses.replace(execution, matmul="dtype"))
+        made = project("btd,dlp->btlp", x, self, "from_embedding", execution.plain)
         made = self.norm(made * jnp.asarray(self.embed_dim**-0.5, made.dtype), execution)
         return jnp.moveaxis((made + own) * jnp.asarray(2**-0.5, made.dtype), 2, 0)
 
@@ -75,6 +75,6 @@ class LayerInput(nnx.Module):
 
     def __call__(self, x: jax.Array, own: jax.Array, execution: Execution) -> jax.Array:
         """x [B, T, D] and the layer's own of the inputs [B, T, P], the sequence split as between blocks."""
-        plain = dataclasses.replace(execution, matmul="dtype")  # narrow
+        plain = execution.plain  # narrow
         gate = activate(project("btd,dp->btp", x, self, "gate", plain), self.config.activation)
         return self.norm(project("btp,pd->btd", gate * own, self, "up", plain), execution)

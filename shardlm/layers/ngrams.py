@@ -148,7 +148,7 @@ class Ngrams(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array, ctx: Context, pages: Pages | None, execution: Execution):
         """x [B, T, S * D], the sequence split as between blocks; returns (what is added to it, the pages)."""
-        config, plain = self.config, dataclasses.replace(execution, matmul="dtype")
+        config, plain = self.config, execution.plain
         eps, own = config.norm_eps, ctx.ngrams[config.number]
         key = project("bte,esd->btsd", own, self, "key", plain)
         value = project("bte,ed->btd", own, self, "value", plain)

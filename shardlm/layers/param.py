@@ -28,7 +28,8 @@ from shardlm.ops.grouped_weights import (
     scale_shape,
 )
 from shardlm.ops.kv_format import KvFormat
-from shardlm.ops.quantized_matmul import Matmul, quantized_einsum
+from shardlm.ops.quantized_matmul import Matmul, in_eight_bits, quantized_einsum
+from shardlm.ops.schemes import SCHEMES, as_served
 from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
 from shardlm.rules import Rules
 
@@ -92,6 +93,16 @@ class Execution:
     handed_out: tuple[int, ...] = ()
     fused_rows: int = 0
 
+    @property
+    def by_scheme(self) -> bool:
+        """Whether training multiplies by weights as a scheme will write them, which it makes of float32 ones."""
+        return self.matmul in SCHEMES
+
+    @property
+    def plain(self) -> "Execution":
+        """For weights so small that 8 bits would save nothing. What a scheme writes is rounded wherever it is."""
+        return self if self.by_scheme else dataclasses.replace(self, matmul="dtype")
+
 
 def normal(std: float) -> Initializer:
     """Normal with this standard deviation, truncated at two of them."""
@@ -151,9 +162,9 @@ class Params:
         elif groups is not None:
             self._in_groups(module, name, shape, names, into, groups)
         elif names[0] == "experts":
-            setattr(module, name, self(shape, names, init, into))
+            setattr(module, name, self(shape, names, init, into, projection=True))
         else:
-            self.weight(module, name, shape, names, init, into=into)
+            self.weight(module, name, shape, names, init, into=into, projection=True)
         if names[0] != "experts":
             self.adapter(module, name, shape, names, into=into)
 
@@ -188,14 +199,16 @@ class Params:
         setattr(module, name, self((*shape[into:], *shape[:into]), (*names[into:], *names[:into]), _zeros(held), into))
         setattr(module, name + SCALE, self(shape[into:], names[into:], _zeros(dynamic_matmul.SCALE)))
 
-    def weight(self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1) -> None:
+    def weight(
+        self, module: nnx.Module, name: str, shape, names, init: Initializer, *, into: int = 1, **metadata
+    ) -> None:
         """Sets module.`name`, a weight as in `projection` in the compute dtype; where weights lie made first, one of
         that name and MADE_FIRST [*shape[into:], *shape[:into]]."""
         if self.made_first:
             turned = (*shape[into:], *shape[:into]), (*names[into:], *names[:into])
-            setattr(module, name + MADE_FIRST, self(*turned, init, into))
+            setattr(module, name + MADE_FIRST, self(*turned, init, into, **metadata))
         else:
-            setattr(module, name, self(shape, names, init, into))
+            setattr(module, name, self(shape, names, init, into, **metadata))
 
     def __call__(
         self, shape: tuple[int, ...], names: tuple[str, ...], init: Initializer, into: int = 0, **metadata
@@ -234,13 +247,18 @@ def project(
     elif (groups := in_groups(getattr(module, name))) is not None:
         held, axis = Grouped(*held_parts(module, name, execution).values()), getattr(module, name).get_metadata("into")
         y = anew_einsum(letters, x, held, axis - 1, groups, out_sharding)
-    elif execution.matmul == "dtype":
+    elif not in_eight_bits(execution.matmul, is_projection(getattr(module, name))):
         y = jnp.einsum(letters, x, in_use(getattr(module, name), execution), out_sharding=out_sharding)
     else:
         param = getattr(module, name)
         use = execution.rules.use.spec(*param.get_metadata("names"))
         y = quantized_einsum(letters, x, param[...], execution.matmul, use=use, out_sharding=out_sharding)
     return y + _adapter(letters, x, module, name, execution, out_sharding) if hasattr(module, name + A) else y
+
+
+def is_projection(param: nnx.Param) -> bool:
+    """Whether it is of those that are held, and written, in few bits."""
+    return param.get_metadata("projection", False)
 
 
 def _made_first(letters: str, x: jax.Array, param: nnx.Param, execution: Execution) -> jax.Array:
@@ -375,5 +393,9 @@ def gathered(module: nnx.Module, name: str, execution: Execution) -> jax.Array:
 
 
 def in_use(param: nnx.Param, execution: Execution) -> jax.Array:
-    """One layer's weight, cast and then gathered, so that the all-gather moves the compute dtype."""
-    return execution.rules.gather(param[...].astype(execution.dtype), *param.get_metadata("names"))
+    """One layer's weight, cast and then gathered, so that the all-gather moves the compute dtype. Where training rounds
+    to what will be served, what that stands for."""
+    w, names = param[...], param.get_metadata("names")
+    if execution.by_scheme and is_projection(param):
+        w = as_served(w, tuple(range(names[0] == "experts", param.get_metadata("into"))), SCHEMES[execution.matmul])
+    return execution.rules.gather(w.astype(execution.dtype), *names)

@@ -85,7 +85,7 @@ class PooledIndexer(nnx.Module):
         del positions, faster
         config, whole = self.config, execution.rules.act.spec("batch", "whole_seq", None)
         latent, x = jax.lax.stop_gradient((latent, x))
-        plain = dataclasses.replace(execution, matmul="dtype")
+        plain = execution.plain
         q = project("btr,rnh->btnh", latent, self, "wq", plain)
         k = self.k_norm(project("btd,dh->bth", x, self, "wk", plain), execution)
         both = jnp.concatenate([k, project("btd,dh->bth", x, self, "wgate", plain)], axis=-1)

@@ -22,7 +22,7 @@ from shardlm.layers.param import Execution, Params
 from shardlm.layers.pipeline import Schedule, stage_rules
 from shardlm.layers.pipeline import pipelined as run_stages
 from shardlm.layers.seen import VECTORS
-from shardlm.layers.stage_weights import layer_of
+from shardlm.layers.stage_weights import ahead, layer_of
 from shardlm.ops.cudnn_attention import HEADS
 
 Aux = dict[str, jax.Array]
@@ -108,7 +108,7 @@ class Stack(nnx.Module):
         rows = ctx.rows(x.shape[-1]) | {"positions": positions}
         learned = {VECTORS: rows.pop(VECTORS)} if execution.learns_images and VECTORS in rows else {}
         how = {"rules": execution.rules, "schedule": schedule, "policy": kept_of_stage(execution.remat, stacked)}
-        how |= {"dtype": execution.dtype, "spread": spreading(stacked, inside)}
+        how |= {"dtype": ahead(execution), "spread": spreading(stacked, inside)}
         x, aux = run_stages(stage, stacked, x, rows, learned, **how)
         return x, pages, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 

@@ -7,8 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.layers.own_sums import spread_layer
+from shardlm.layers.param import Execution
 
 Tree = Any
+
+
+def ahead(execution: Execution) -> jnp.dtype:
+    """What a stage's matrices are held in through a step: where layers round them to what will be served, as they
+    rest."""
+    return jnp.float32 if execution.by_scheme else execution.dtype
 
 
 def cast_ahead(weights: Tree, dtype: jnp.dtype) -> Tree:

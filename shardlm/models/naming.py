@@ -288,6 +288,22 @@ def experts(block: str, **products: str) -> dict[str, Tensor]:
     return router | gated("mlp.", f"{LAYER}{block}.experts.{{expert}}.", **products)
 
 
+_TOGETHER = re.compile(r"(.*experts\.)(?:gate_up_proj|down_proj)$")
+
+
+def apart(names: Names) -> dict[str, Tensor]:
+    """The same with a matrix for each expert where a family has those of a layer in one tensor, as llm-compressor takes
+    them apart to round them. Experts with biases stay together."""
+    found = dict(names)
+    for path, tensor in names.items():
+        where, own, bias = _TOGETHER.match(tensor.name), path.rpartition(".")[2], names.get(f"{path}_bias")
+        if where and own in ("gate", "up", "down") and not (bias and "experts" in bias.name):
+            layout = "D F -> E F D" if own == "down" else "F D -> E D F"
+            name = f"{where[1]}{{expert}}.{own}_proj.weight"
+            found[path] = Tensor(name, layout, numbers=tensor.numbers)
+    return found
+
+
 def renamed(name: str, changes: Iterable[tuple[str, str]]) -> str:
     """A tensor's name after each of the changes, (pattern, what comes in its place), in turn."""
     for pattern, to in changes:

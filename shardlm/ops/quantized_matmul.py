@@ -11,7 +11,7 @@ backward pass gathers again rather than keep the gathered weight.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
 
-Matmul = Literal["dtype", "fp8", "int8"]
+Matmul = Literal["dtype", "fp8", "int8", "W4A16", "W8A16", "FP8_DYNAMIC", "W8A8"]
 """What the projections of attention and MLP multiply; embedding, output head, router, norms and the attention itself
 stay in the compute dtype.
 
@@ -29,8 +29,18 @@ fp8    e4m3 weights and activations, e5m2 output gradients (https://arxiv.org/ab
        them, so XLA may hand them to cuBLASLt's fp8 kernel
 int8   symmetric, a scale for each token and each output channel. The weight gradient, a sum over tokens of very
        different size, stays in the compute dtype (SwitchBack, https://arxiv.org/abs/2304.13013, section 2.2)
+others what a folder will be served in that is written by the scheme of this name (ops/schemes.py): weights are rounded
+       as they will be written, those of experts too, and with FP8_DYNAMIC and W8A8 activations of all but experts, a
+       scale for each token. Gradients are those of what was rounded, in the compute dtype, and go to float32 weights
 """
-EIGHT_BITS = get_args(Matmul)[1:]
+EIGHT_BITS = ("fp8", "int8")
+DYNAMIC = {"FP8_DYNAMIC": jnp.float8_e4m3fn, "W8A8": jnp.int8}
+
+
+def in_eight_bits(matmul: Matmul, projection: bool) -> bool:
+    """Whether training multiplies a weight, and what comes to it, as numbers of 8 bits. projection: whether schemes
+    write it in few bits."""
+    return matmul in EIGHT_BITS or (matmul in DYNAMIC and projection)
 
 
 @jax.tree_util.register_dataclass
@@ -67,17 +77,19 @@ def quantized_einsum(
     """einsum(letters, x, w) in x's dtype (bfloat16 or float32), multiplying 8-bit numbers.
 
     w is the weight as it rests, and its gradient rests there too; `use` is where the layer wants it (Rules.use). It is
-    quantised from x's dtype, so that a copy of w in that dtype gives the same. Each letter stands in two of the three
-    arrays, in the same order. `out_sharding` is needed where a split dimension is summed over, as for jnp.einsum.
+    quantised from x's dtype, so that a copy of w in that dtype gives the same; by a scheme from its own. Each letter
+    stands in two of the three arrays, in the same order. `out_sharding` is needed where a split dimension is summed
+    over, as for jnp.einsum.
 
     Raises ShardlmError for a `matmul` without 8 bits, and for float16, whose range ends before the products.
     """
-    if matmul not in EIGHT_BITS:
-        raise ShardlmError(f"unknown 8-bit matmul {matmul!r}; choose from {', '.join(EIGHT_BITS)}")
+    if matmul not in (*EIGHT_BITS, *DYNAMIC):
+        raise ShardlmError(f"unknown 8-bit matmul {matmul!r}; choose from {', '.join((*EIGHT_BITS, *DYNAMIC))}")
     if x.dtype == jnp.float16:
         raise ShardlmError(f"{matmul} products do not fit float16, which ends at 65,504; use bfloat16 or float32")
     inputs, y = letters.split("->")
-    return _project(_Site(*inputs.split(","), y, matmul, use, out_sharding), x, w.astype(x.dtype))
+    w = w if matmul in DYNAMIC else w.astype(x.dtype)
+    return _project(_Site(*inputs.split(","), y, matmul, use, out_sharding), x, w)
 
 
 def quantize(a: jax.Array, dtype: jnp.dtype, shared: tuple[int, ...], *, doublings: bool = True) -> Quantized:
@@ -107,7 +119,7 @@ def _forward(site: _Site, x: jax.Array, w: jax.Array):
     summed = set(site.x) & set(site.w)
     x8, w8 = _quantize(site, x, site.x, summed), _quantize(site, w, site.w, summed)
     y = multiply(f"{site.x},{site.w}->{site.y}", x8, _move(w8, site.use), x.dtype, site.out)
-    return y, (x8, w8) if site.matmul == "fp8" else (x, w)
+    return y, (x, w) if site.matmul == "int8" else (x8, w8)
 
 
 def _backward(site: _Site, kept, dy: jax.Array):
@@ -116,6 +128,10 @@ def _backward(site: _Site, kept, dy: jax.Array):
     stream, rest = (_spec(a.values if isinstance(a, Quantized) else a) for a in kept)
     split = dict(zip(site.w, _parts(site.use, len(site.w)), strict=True)) | dict(zip(site.x, stream, strict=True))
     used = PartitionSpec(*(split[letter] for letter in site.y))  # whole where the output was scattered
+    if site.matmul in DYNAMIC:
+        dy, x, w8 = jax.reshard(dy, used), _number(x, dy.dtype), _move(w, site.use)
+        dw = jnp.einsum(to_w, x, dy, out_sharding=rest).astype(jnp.float32)
+        return jnp.einsum(to_x, dy, _number(w8, dy.dtype), out_sharding=stream), dw
     if site.matmul == "fp8":
         dy8, w8 = _move(_quantize(site, dy, site.y, summed, jnp.float8_e5m2), used), w
         dw = multiply(to_w, x, dy8, dy.dtype, rest)
@@ -130,10 +146,16 @@ _project.defvjp(_forward, _backward)
 
 
 def _quantize(site: _Site, a: jax.Array, letters: str, summed: set[str], fp8=jnp.float8_e4m3fn) -> Quantized:
-    """In the site's format: one scale in fp8; in int8 one for each slice that a matmul sums over."""
+    """In the site's format: one scale in fp8; in others one for each slice that a matmul sums over."""
     if site.matmul == "fp8":
         return quantize(a, fp8, tuple(range(a.ndim)))
-    return quantize(a, jnp.int8, tuple(i for i, letter in enumerate(letters) if letter in summed))
+    slices = tuple(i for i, letter in enumerate(letters) if letter in summed)
+    return quantize(a, DYNAMIC.get(site.matmul, jnp.int8), slices, doublings=False)
+
+
+def _number(a: Quantized, dtype: jnp.dtype) -> jax.Array:
+    """What it stands for."""
+    return (a.values.astype(jnp.float32) * a.scale).astype(dtype)
 
 
 def _move(a: Quantized, spec: PartitionSpec) -> Quantized:

@@ -28,6 +28,7 @@ from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
 from shardlm.plan.op import Layer, Op
 from shardlm.plan.program_layers import filled
+from shardlm.plan.rounded import of_scheme, rounding
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.spread import Spread
 from shardlm.plan.state import updated_bytes
@@ -218,6 +219,7 @@ def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
         yield from altup.operations(block.streams, sketch, matmul)
     elif block.streams:
         yield from streams.operations(block.streams, sketch)
+    yield from rounding(sketch)
     norms = (4 if block.norms == "both" else 2) if block.mlp.there else 1
     yield Op("norm", "norms and residuals", "memory", 0, norms * 4 * sketch.itemsize * tokens / tensor * D, 1)
 
@@ -237,10 +239,11 @@ def _mixing(sketch: Sketch, mixer, matmul, ours: bool) -> Iterator[Op]:
 
 
 def _matmul(sketch: Sketch, layer: Layer, what: str, rows: float, n: float, k: float) -> Op:
-    dtype = attention.dtype(sketch) if sketch.config.matmul == "dtype" else sketch.config.matmul
+    dtype = attention.dtype(sketch) if sketch.products == "dtype" else sketch.products
     moved = sketch.itemsize * (rows * n + rows * k + n * k)
     weights = attention.dtype(sketch) if dtype == "int8" else ""  # ops/quantized_matmul.py
-    return Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype, weight_dtype=weights)
+    made = Op(layer, what, "matmul", 2.0 * rows * n * k, moved, 1, dims=(rows, n, k), dtype=dtype, weight_dtype=weights)
+    return of_scheme(made, sketch)
 
 
 def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]:

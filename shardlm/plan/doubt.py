@@ -9,6 +9,7 @@ from shardlm.layers.mla import MlaConfig
 from shardlm.layers.pooled_indexer import PooledIndexerConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.shortcut import ShortcutConfig
+from shardlm.ops.schemes import SCHEMES
 from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.adapted import ALL, WAITING
 from shardlm.plan.linear_attention import Rule
@@ -66,6 +67,9 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         **_of_linear_attention(sketch),
         **_of_other_layers(sketch),
         **_of_newest(sketch),
+        "weights rounded to what will be served (matmul=W4A16 and so on) were compared in one dense model over fsdp "
+        "with remat=full alone (3 compiled programs)": config.matmul in SCHEMES
+        and (_other_than(sketch) or any(block.mlp.num_experts for block in shape.kinds)),
         "preference training was not compared": config.preference.beta > 0,
         "training on rewards was not compared, and the seconds are without sampling": bool(config.grpo.reward),
         "modules that predict further tokens were not compared": shape.mtp is not None,

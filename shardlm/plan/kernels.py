@@ -80,7 +80,7 @@ class Kernels:
                 return op.gradients * self._product(op, rows, n, k)
             added = {"hbm_bytes": op.hbm_bytes + op.added_bytes, "dtype": op.weight_dtype or op.dtype}
             weight = changed(op, **added, drawn=False)
-            products = self._product(op, rows, k, n)
+            products = self._product(changed(op, dtype=op.back_dtype or op.dtype), rows, k, n)
             products += 0.0 if op.frozen else self._product(weight, k, n, rows)
             return products + self._casts(op, op.cast_gradients * rows * n)
         if op.unit == "attention":

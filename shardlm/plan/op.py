@@ -33,6 +33,7 @@ class Op:
                executions are with it
     split      a matmul so narrow that XLA cuts what is summed into parts, so that more cores have work
     weight_dtype  of the product that makes a weight's gradient, where it is another; "": the same
+    back_dtype  the same of that which makes the gradient of what came in
     frozen     a matmul with a weight that is not trained: no gradient of it is made
     Other systems' as well (systems_passes.py):
     gradient_bytes  what its gradient moves, of what only moves memory; None: twice as much
@@ -65,6 +66,7 @@ class Op:
     anew: bool = True
     split: bool = False
     weight_dtype: str = ""
+    back_dtype: str = ""
     frozen: bool = False
     gradient_bytes: float | None = None
     cast_weights: float = 1.0

@@ -115,8 +115,10 @@ class _Held:
 
     @classmethod
     def of(cls, sketch: Sketch) -> "_Held":
-        eight_bits = sketch.config.matmul != "dtype" and sketch.mesh.pipeline == 1
-        return _held(sketch.spread, len(sketch.shape.segments), itemsize(sketch), eight_bits, _Stages.of(sketch))
+        eight_bits = sketch.products != "dtype" and sketch.mesh.pipeline == 1
+        # A stage holds what it rounds (layers/stage_weights.py, ahead).
+        size = MASTER if sketch.execution.by_scheme and sketch.mesh.pipeline > 1 else itemsize(sketch)
+        return _held(sketch.spread, len(sketch.shape.segments), size, eight_bits, _Stages.of(sketch))
 
 
 @functools.lru_cache(maxsize=16384)

@@ -20,6 +20,7 @@ from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.ops.schemes import SCHEMES
 from shardlm.plan.spread import Spread, Weights, spread
 from shardlm.rules import BATCH_AXES, Rules, Table
 from shardlm.state import ModelDef
@@ -165,6 +166,12 @@ class Sketch:
     @property
     def mesh(self) -> MeshSpec:
         return self.rules.mesh
+
+    @property
+    def products(self) -> str:
+        """Numbers that projections multiply forward: "dtype", "fp8" or "int8"."""
+        scheme = SCHEMES.get(self.config.matmul)
+        return self.config.matmul if scheme is None else scheme.numbers if scheme.served_as else "dtype"
 
     @functools.cached_property
     def spread(self) -> Spread:

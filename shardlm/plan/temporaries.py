@@ -286,8 +286,8 @@ def _two_layers(one: Layer, sketch: Sketch, again: int) -> Kinds:
     """Of 8-bit products one layer: they wait for the largest number of what they multiply; int8's come in float32. Of
     tokens exchanged over context no attention: it waits for them, but a mask of chosen tokens that is made again does
     not."""
-    if sketch.config.matmul != "dtype":
-        wide = 2 if sketch.config.matmul == "int8" else 0
+    if sketch.products != "dtype":
+        wide = 2 if sketch.products == "int8" else 0
         mlp = (3 + again + wide) * one.hidden
         return {"mlp": mlp, "attention": one.mask + one.queries + one.output, "streams": 3 * one.stream}
     attention = 3 * (one.queries + one.keys + one.values) + 2 * one.output if sketch.mesh.context == 1 else 0

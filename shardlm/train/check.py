@@ -234,17 +234,17 @@ def check_ngrams(own: NgramsConfig, embed_dim: int, rules: Rules) -> None:
 
 def check_matmul(matmul: Matmul, precision: Precision, device: jax.Device) -> None:
     """Refuses 8-bit matmuls that the precision cannot hold or the GPU cannot do. A CPU converts as it multiplies."""
-    if matmul == "dtype":
+    if matmul in ("dtype", "W4A16", "W8A16"):  # whose products are those of the compute dtype
         return
     if precision == "fp16":
         raise ShardlmError(
             f"matmul={matmul} with precision=fp16: sums of 8-bit products are scaled afterwards and before that exceed "
             "float16, which ends at 65,504; set precision to bf16"
         )
-    if matmul == "fp8" and device.platform != "cpu" and not hardware.multiplies_fp8(device):
+    if matmul in ("fp8", "FP8_DYNAMIC") and device.platform != "cpu" and not hardware.multiplies_fp8(device):
         raise ShardlmError(
-            f"matmul=fp8 on {device.device_kind}: its matrix units do not take fp8, which came with compute capability "
-            "8.9 (Ada, Hopper, Blackwell); set matmul to int8 or dtype"
+            f"matmul={matmul} on {device.device_kind}: its matrix units do not take fp8, which came with compute "
+            f"capability 8.9 (Ada, Hopper, Blackwell); set matmul to {'int8' if matmul == 'fp8' else 'W8A8'} or dtype"
         )
 
 

@@ -16,8 +16,10 @@ from shardlm.checkpoint import Checkpoints, save_unread
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
 from shardlm.execution import DTYPES
+from shardlm.hf_quantised import supported
 from shardlm.merge import merged
 from shardlm.models import registry
+from shardlm.models.naming import apart
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import BESIDE, Prepared, prepare, trained
 from shardlm.progress_bar import bytes_bar
@@ -28,6 +30,7 @@ from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.vision import kept
 from shardlm.vision.registry import sees
 from shardlm.vision.trained import part_of
+from shardlm.written_few_bits import in_few_bits
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +43,20 @@ def to_hf(
     shard_bytes: int = hf_files.SHARD_BYTES,
     ema: bool = False,
     merge: bool = False,
+    quantization: str = "",
 ) -> None:
     """A checkpoint as a folder that `transformers` opens, with what sees where it began with one that does and that is
     still there; of adapters, one that PEFT opens, or with `merge` their sum with the weights that they stand on.
+    `quantization`: a scheme (ops/schemes.py) by which projections are written in few bits, from float32.
     Raises ShardlmError for a model that Hugging Face has no architecture for, and where `output` exists."""
     if dtype not in DTYPES:
         raise ShardlmError(f"dtype={dtype!r}; choose from {', '.join(DTYPES)}")
     # Sums of weights and adapters are rounded as weights are held: in full where that is asked for.
-    held = "float32" if merge and dtype == "float32" else None
+    held = "float32" if quantization or (merge and dtype == "float32") else None
     opened = prepare(checkpoint, dtype=held, mtp=True)
     name, source = "ema" if ema else "params", opened.found.source
+    if quantization:
+        _check_quantised(opened, merge, dtype)
     if opened.found.lora.rank and not merge:
         if (part := part_of(opened.found)) != "frozen":
             raise ShardlmError(
@@ -76,7 +83,8 @@ def to_hf(
         config["max_position_embeddings"] = opened.found.run.config_json["train"]["seq_len"]
 
     def names(block):
-        return registry.names(config, opened.model.config, block)
+        found = registry.names(config, opened.model.config, block)
+        return apart(found) if quantization else found
 
     def finish(written: pathlib.Path) -> None:
         hf_files.copy_beside(beside, written)
@@ -88,13 +96,37 @@ def to_hf(
         if (folder / "tokenizer.json").exists() and not described.exists():
             described.write_text(json.dumps(_tokenizer_config(folder), indent=2) + "\n")
 
-    written = jnp.dtype(DTYPES[dtype])
-    planned = weights.planned(opened.model.config, _unread(opened, name), names, written)
+    written, trained = jnp.dtype(DTYPES[dtype]), opened.found.scheme
+    few = in_few_bits(quantization, opened.model.config, names, trained) if quantization else None
+    planned = weights.planned(opened.model.config, _unread(opened, name), names, written, few.rounds if few else ())
     if seeing:
-        planned = seeing.planned(planned, written)
+        planned = seeing.planned(planned, written, one_by_one=few is not None)
         config = {**seeing.config, "dtype": dtype}
+    if few:
+        planned = list(planned)
+        config["quantization_config"] = few.options(planned, seeing.eyes if seeing else ())
+        planned = few.tensors(planned)
+    elif trained:
+        log.warning("%s was trained as what --quantization=%s writes; this is what is rounded", checkpoint, trained)
     with bytes_bar("writing weights") as progress:
         hf_files.write_folder(output, planned, config, finish, shard_bytes, progress)
+
+
+def _check_quantised(opened: Prepared, merge: bool, dtype: str) -> None:
+    """Refuses what is not written in few bits, with what to do."""
+    found = opened.found
+    if found.lora.rank and not merge:
+        raise ShardlmError("--quantization of adapters: they stay as they are; add them into the weights (--merge)")
+    of_file = isinstance(found.source, Pretrained) and not found.run and not found.lora.rank
+    if of_file and (method := supported(found.source.options)):
+        raise ShardlmError(
+            f"--quantization: {found.source.folder} is in few bits already ({method}); write one that is in 16 bits, "
+            "or serve this one as it is"
+        )
+    if dtype == "float16":
+        raise ShardlmError(
+            "--quantization with --dtype=float16: scales are bfloat16 and float32; choose bfloat16 or float32"
+        )
 
 
 def _unread(opened: Prepared, name: str) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from shardlm.layers.packed import Packed
 from shardlm.layers.pipeline import Schedule, after, split_rows, stage_rules, to_layers, to_stages
 from shardlm.layers.stack import run_repeat, spreading
-from shardlm.layers.stage_weights import add_at, cast_ahead
+from shardlm.layers.stage_weights import add_at, ahead, cast_ahead
 from shardlm.mesh import manual_over, without_axes
 from shardlm.state import ModelDef
 from shardlm.train.mtp import together
@@ -84,7 +84,7 @@ def loss_and_gradients(model: ModelDef, params: Tree, rows: Tree, losses: tuple[
         in_specs=(staged, whole, PartitionSpec("pipeline", replicas or None)),
         out_specs=((whole, whole, (whole, staged, whole)), (staged, whole)),
     )
-    held = lay_out(cast_ahead(own, execution.dtype))
+    held = lay_out(cast_ahead(own, ahead(execution)))
     (total, parts, (before, inside, behind)), (d_own, d_shared) = run(held, everywhere, rows)
     (d_own,) = jax.linear_transpose(lay_out, own)(d_own)
     inside = jax.tree.map(lambda a: to_layers(a, schedule), inside)

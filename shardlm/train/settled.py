@@ -33,6 +33,7 @@ from shardlm.train.offload import check_offload
 from shardlm.train.policy import check_policy
 from shardlm.train.preference import check_preference
 from shardlm.train.replicas import check_replicas, shares
+from shardlm.train.rounded import check_rounded
 
 
 class Device(Protocol):
@@ -73,6 +74,7 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_remat(config.remat, config.pipeline, spec)
     check_matmul(config.matmul, config.precision, device)
     check_lora(config)
+    check_rounded(config, shape)
     check_preference(config)
     check_policy(config)
     check_encoder(config)

@@ -43,10 +43,10 @@ class Whole:
     shapes: Mapping[str, tuple[int, ...]]
     trained: Mapping[str, Make] = dataclasses.field(default_factory=dict)
 
-    def planned(self, text: Iterable[Planned], dtype: np.dtype) -> Iterator[Planned]:
+    def planned(self, text: Iterable[Planned], dtype: np.dtype, one_by_one: bool = False) -> Iterator[Planned]:
         """The checkpoint with these tensors of its language model written alone, and what sees, in `dtype` but for
-        whole numbers."""
-        for one in together(text, self.shapes):
+        whole numbers. `one_by_one`: experts are, whatever the checkpoint has."""
+        for one in text if one_by_one else together(text, self.shapes):
             yield dataclasses.replace(one, name=self.named(one.name))
         for name, stored in self.eyes.items():
             counts = isinstance(stored, Stored) and np.issubdtype(stored.dtype, np.integer)

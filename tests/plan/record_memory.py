@@ -34,6 +34,9 @@ VARIANTS = (
     "deepseek_v3 mesh.fsdp=8 mesh.expert=4 mesh.context=1 model.num_layers=12 model.num_experts=64 "
     "train.global_batch=32 train.accumulation=1",
     "llama3_8b attention=xla train.seq_len=4096",
+    "llama3_8b matmul=FP8_DYNAMIC",
+    "llama3_8b matmul=W4A16",
+    "llama3_8b matmul=W8A8",
     "llama3_8b matmul=fp8",
     "llama3_8b matmul=int8",
     "llama3_8b matmul=int8 model.num_layers=8",

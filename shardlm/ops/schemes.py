@@ -1,0 +1,153 @@
+"""Schemes by which checkpoints in few bits are published, by llm-compressor's names
+(https://github.com/vllm-project/llm-compressor, "Schemes"): how projections are rounded when a folder is written
+(launch.convert --quantization) and when a run trains what it will serve (matmul=W4A16 and so on).
+
+Groups run along all that a weight sums over, as matrices of files have it, [results, inputs]. Numbers are made by
+operations that every backend rounds alike but for one division, whose result is put right: what trains is what is
+written, to the bit.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardlm.mesh import shard_map
+from shardlm.ops import dynamic_matmul
+from shardlm.ops.grouped_weights import STORED
+from shardlm.ops.quantized_matmul import quantize
+
+SchemeName = Literal["W4A16", "W8A16", "FP8_DYNAMIC", "W8A8"]
+_LARGEST = {"int8": 127, "int4": 7}
+SMALLER = (0.93, 0.86, 0.79, 0.72, 0.65)  # times the scale by which the largest number fits, those that are tried
+AT_ONCE = 1 << 19  # numbers that are rounded together, in a core's caches
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """numbers  of weights
+    group       inputs that share a scale, in bfloat16; 0: all of a result, a scale in float32
+    served_as   the `--quantization` of serving whose numbers they are, where activations are rounded too, with a scale
+                for each token; "": none, activations stay in 16 bits
+    """
+
+    numbers: Literal["int8", "int4", "fp8"]
+    group: int
+    served_as: str = ""
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.numbers == "int4" else 8
+
+
+SCHEMES: dict[str, Scheme] = {
+    "W4A16": Scheme("int4", 128),
+    "W8A16": Scheme("int8", 128),
+    "FP8_DYNAMIC": Scheme("fp8", 0, "fp8_dynamic"),
+    "W8A8": Scheme("int8", 0, "int8_dynamic"),
+}
+
+
+class Written(NamedTuple):
+    """A matrix [O, I] as a file has it: numbers, of 4 bits too in int8, and scales [O, groups]."""
+
+    numbers: np.ndarray
+    scale: np.ndarray
+
+
+def on_host(w: np.ndarray, scheme: Scheme, searched: bool = False) -> Written:
+    """The numbers of a matrix float32 [O, I], of whole groups. `searched`: groups' scales are those of the least
+    squared error among some, instead of those by which the largest number fits."""
+    if scheme.served_as:
+        scale = dynamic_matmul.scales(w, (1,), scheme.served_as)
+        return Written(dynamic_matmul.by_result(w, scale, scheme.served_as), scale[:, None])
+    made = [_groups_on_host(rows, scheme, searched) for rows in np.array_split(w, max(1, w.size // AT_ONCE))]
+    return Written(*(np.concatenate(parts) for parts in zip(*made, strict=True)))
+
+
+def _groups_on_host(w: np.ndarray, scheme: Scheme, searched: bool) -> Written:
+    split, limit = w.reshape(len(w), w.shape[1] // scheme.group, scheme.group), _LARGEST[scheme.numbers]
+    largest = np.abs(split).max(-1, keepdims=True) * (np.float32(1) / np.float32(limit))
+
+    def tried(factor: float) -> tuple[np.ndarray, np.ndarray]:
+        scale = (largest * np.float32(factor)).astype(ml_dtypes.bfloat16).astype(np.float32)
+        return scale, _rounded(np, split, scale, limit)
+
+    scale, numbers = tried(1)
+    if searched:
+        least = np.square(split - numbers * scale).sum(-1, keepdims=True)
+        for factor in SMALLER:
+            smaller, rounded = tried(factor)
+            found = np.square(split - rounded * smaller).sum(-1, keepdims=True)
+            better = found < least
+            scale, least = np.where(better, smaller, scale), np.where(better, found, least)
+            numbers = np.where(better, rounded, numbers)
+    return Written(numbers.astype(np.int8).reshape(w.shape), scale[..., 0].astype(ml_dtypes.bfloat16))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def as_served(w: jax.Array, summed: tuple[int, ...], scheme: Scheme) -> jax.Array:
+    """What w, float32, stands for when it is rounded as `on_host` does: float32, where it rests. `summed`: the
+    dimensions that are summed over, one after the other. The gradient goes to w as it comes (the straight-through
+    estimator, https://arxiv.org/abs/1308.3432)."""
+    return _as_served(w, summed, scheme)
+
+
+def _as_served(w: jax.Array, summed: tuple[int, ...], scheme: Scheme) -> jax.Array:
+    if scheme.served_as:
+        found = quantize(w, STORED[scheme.numbers], summed, doublings=False)
+        return found.values.astype(jnp.float32) * found.scale
+    spec = _parts(jax.typeof(w).sharding.spec, w.ndim)
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def ways(dim: int) -> int:
+        axes = spec[dim] if isinstance(spec[dim], tuple) else (spec[dim],)
+        return math.prod(mesh.shape[axis] for axis in axes if axis is not None)
+
+    first, *inner = summed
+    of_device = math.prod(w.shape[dim] for dim in summed) // math.prod(map(ways, summed))
+    if any(ways(dim) > 1 for dim in inner) or (ways(first) > 1 and of_device % scheme.group):
+        # A device's part is not whole groups one after the other: all of what is summed over, then back.
+        whole = PartitionSpec(*(None if dim in summed else part for dim, part in enumerate(spec)))
+        return jax.reshard(_in_groups(jax.reshard(w, whole), summed, scheme, whole), spec)
+    return _in_groups(w, summed, scheme, spec)
+
+
+as_served.defvjp(lambda w, summed, scheme: (_as_served(w, summed, scheme), None), lambda summed, scheme, _, dw: (dw,))
+
+
+def _in_groups(w: jax.Array, summed: tuple[int, ...], scheme: Scheme, spec: PartitionSpec) -> jax.Array:
+    """Of a weight whose devices have whole groups."""
+    limit = _LARGEST[scheme.numbers]
+
+    def local(w):
+        split = w.reshape(*w.shape[: summed[0]], -1, scheme.group, *w.shape[summed[-1] + 1 :])
+        largest = jnp.max(jnp.abs(split), axis=summed[0] + 1, keepdims=True) * np.float32(1 / np.float32(limit))
+        # Not a cast to bfloat16 and back, which XLA may leave out.
+        scale = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=7)
+        return (_rounded(jnp, split, scale, limit) * scale).reshape(w.shape)
+
+    return shard_map(local, in_specs=spec, out_specs=spec)(w)
+
+
+def _rounded(xp: Any, split: Any, scale: Any, limit: int) -> Any:
+    """The nearest whole numbers, of two that are as near the even one, by numpy or jax.numpy (`xp`). A quotient may be
+    off in its last bit, by which the nearest of two is not told near the middle between them; what is left is exact, as
+    numbers of 8 bits times a scale of 8 are."""
+    step = xp.where(scale == 0, np.float32(1), scale)
+    near = xp.round(split / step)
+    left, half = split - near * step, step * np.float32(0.5)
+    odd = near - 2 * xp.floor(near * np.float32(0.5)) == 1
+    up = (left > half) | ((left == half) & odd)
+    down = (left < -half) | ((left == -half) & odd)
+    return xp.clip(near + up.astype(np.float32) - down.astype(np.float32), -limit, limit)
+
+
+def _parts(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
