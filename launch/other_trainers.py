@@ -35,6 +35,10 @@ OTHER_TRAINERS = {
     **dict.fromkeys(("gradient_checkpointing", "remat_policy"), "it is --config.remat=full, dots, names or offload"),
     **dict.fromkeys(("lr", "warmup_ratio"), "it is --config.optim.learning_rate=X, and optim.warmup_steps=N"),
     **dict.fromkeys(("lr_scheduler_type", "lr_decay_style"), "it is --config.optim.schedule=cosine, linear, ..."),
+    **dict.fromkeys(
+        ("optim", "mu_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        "it is --config.optim.name=adamw, lion, ..., and optim.moments=int8 or bfloat16 for its state in fewer bits",
+    ),
     "max_grad_norm": "it is --config.optim.clip_norm=X",
     **dict.fromkeys(("dataset_name", "dataset_path", "train_file"), "it is --config.data.train=FILES"),
     **dict.fromkeys(

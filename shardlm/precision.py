@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 Precision = Literal["fp32", "bf16", "fp16"]
-"""Type of activations and of weights in use; master weights, optimizer state, norms, softmax and loss are float32.
+"""Type of activations and of weights in use; master weights, norms, softmax and loss are float32, and the optimizer's
+state unless optim.moments says otherwise.
 
 fp32  everything in float32
 bf16  matmuls in bfloat16; float32's range, so no scaling

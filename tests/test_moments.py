@@ -1,8 +1,10 @@
 """Moments in bfloat16 and 8 bits: how they are rounded, where blocks lie, and that neither the mesh nor host memory nor
 a bad step changes them."""
 
+import collections
 import dataclasses
 import functools
+import re
 import shutil
 
 import jax
@@ -11,12 +13,15 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
+from gpu_programs import on_gpus
 from small import LLAMA, init, mesh_of, model_on
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
+from shardlm.models.llama import LlamaConfig
 from shardlm.moments import Blocks, block, check_split, kind_of
 from shardlm.optim import OptimConfig, make_optimizer
+from shardlm.topology import topology
 from shardlm.train.bench import random_batch
 from shardlm.train.config import OffloadConfig, RunConfig, TrainConfig
 from shardlm.train.program import Program
@@ -202,3 +207,36 @@ def test_a_run_resumes_bit_for_bit_and_on_another_mesh(kind, tmp_path):
         assert tiny_run.largest_difference(tiny_run.losses(moved), expected) <= close
     done = tiny_run.train(config, *flags[1:])
     assert done.returncode and f"optim.moments was '{kind}', is 'float32'" in done.stderr
+
+
+@on_gpus
+@pytest.mark.parametrize("kind,bytes_each", [("int8", 2.1), ("bfloat16", 4.01)])
+def test_update_on_h100_holds_no_whole_moment_in_float32(kind, bytes_each):
+    """Compiled. XLA joins what makes scales and what makes codes where it can, and keeps what both need."""
+    held, plain = compiled(kind), compiled("float32")
+    weights = plain["arguments"] / 12
+    assert held["arguments"] == pytest.approx((4 + bytes_each) * weights, rel=0.02)
+    assert held["temporaries"] < 1.01 * plain["temporaries"]
+    assert held["collectives"] == plain["collectives"]
+
+
+@functools.cache
+def compiled(kind: str) -> dict:
+    model = LlamaConfig(8192, embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=8, mlp_dim=8192)
+    config = RunConfig(
+        model,
+        mesh=MeshSpec(fsdp=2),
+        optim=OptimConfig(moments=kind),
+        precision="bf16",
+        train=TrainConfig(global_batch=2, seq_len=512),
+        xla_profile="hopper",
+    )
+    program = Program.make(config, config.mesh.build(topology("h100", 1, 2)))
+    step = program.lower_step().compile(dict(program.xla_options().options))
+    memory, text = step.memory_analysis(), step.as_text()
+    kinds = collections.Counter(re.findall(r" (all-gather|reduce-scatter|all-reduce|all-to-all)(?:-start)?\(", text))
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "collectives": kinds,
+    }

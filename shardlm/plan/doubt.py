@@ -45,6 +45,9 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "muon is up to 6% off where experts see the tokens of all devices (Mixtral, 8 layers, fsdp=4 x expert=2)": (
             config.optim.name == "muon" and "gather" in exchanges(sketch)
         ),
+        "moments in 8 bits in the host's memory needed 8% more on one GPU (Llama 3 8B, rows of 8,192)": (
+            config.optim.moments == "int8" and config.offload.optimizer and sketch.num_gpus == 1
+        ),
         "muon was not compared with latent attention": (config.optim.name == "muon" and _latent(sketch)),
         "remat=none with tensor copies what several rows keep whole, one array at a time or two: up to 6% more "
         "(8B, 12 layers, fsdp=2 x context=2 x tensor=2)": (
