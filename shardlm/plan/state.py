@@ -111,7 +111,7 @@ def _frozen(sketch: Sketch) -> int:
     checkpoint's weights in the compute dtype."""
     table = sketch.rules.rest
     frozen = [weight for weight in sketch.weights if not weight.trained]
-    if not frozen and (sketch.config.preference.beta or sketch.config.grpo.beta):
+    if not frozen and (sketch.config.preference.compares or sketch.config.grpo.beta):
         return sum(weight.numbers(table) * _held_bytes(weight, sketch) for weight in sketch.weights)
     return sum(weight.numbers(table) * weight.itemsize for weight in frozen)
 

@@ -18,6 +18,7 @@ from shardlm.train.compression import Compression
 from shardlm.vision.parts import EncoderPart
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo"]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +128,21 @@ class LocalSgdConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
-    """Direct preference optimisation of a checkpoint (train/preference.py), on pairs (data.packing).
+    """Training of a checkpoint on preferences (train/preference.py), on pairs (data.packing).
 
-    beta             how strongly the model is held to the checkpoint: 0.1 is common; 0: training on next tokens
-    label_smoothing  probability that a pair's label is wrong (conservative DPO)
-    sft_weight       of the chosen answer's loss a token, added to the pair's (https://arxiv.org/abs/2404.19733)
+    beta             how strongly the model is held to the checkpoint: 0.1 is common; 0: training on next tokens. Of
+                     simpo and orpo, which hold it to nothing, the weight of what is preferred: 2 and 0.1 are common
+    loss             of a pair, by TRL's names (ops/preference.py): "sigmoid" (DPO), "ipo", "hinge" (SLiC), and without
+                     a reference "simpo" and "orpo"
+    gamma            margin that simpo asks for between the rewards of both answers
+    label_smoothing  probability that a pair's label is wrong (conservative DPO); of sigmoid and simpo
+    sft_weight       of the chosen answer's loss a token, added to the pair's (https://arxiv.org/abs/2404.19733); orpo
+                     has its own
     """
 
     beta: float = 0.0
+    loss: PreferenceLoss = "sigmoid"
+    gamma: float = 0.5
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
 
@@ -144,8 +152,35 @@ class PreferenceConfig:
             raise ShardlmError(
                 f"preference.{values}: beta and sft_weight are at least 0, label_smoothing at least 0 and below 0.5"
             )
-        if not self.beta and (self.label_smoothing or self.sft_weight):
-            raise ShardlmError(f"preference.{values}: without beta the others mean nothing; set beta, or both to 0")
+        others = self.loss != "sigmoid" or self.gamma != PreferenceConfig.gamma
+        if not self.beta and (others or self.label_smoothing or self.sft_weight):
+            raise ShardlmError(
+                f"preference.loss={self.loss}, gamma={self.gamma}, {values}: without beta the others mean nothing; set "
+                "beta, or leave the others as they are"
+            )
+        self._check_meaning()
+
+    def _check_meaning(self) -> None:
+        if self.gamma < 0 or (self.gamma != PreferenceConfig.gamma and self.loss != "simpo"):
+            raise ShardlmError(
+                f"preference.gamma={self.gamma} with preference.loss={self.loss}: it is simpo's margin, at least 0; "
+                f"leave it at {PreferenceConfig.gamma} with other losses"
+            )
+        if self.label_smoothing and self.loss not in ("sigmoid", "simpo"):
+            raise ShardlmError(
+                f"preference.label_smoothing={self.label_smoothing} with preference.loss={self.loss}: it means "
+                "something for sigmoid and simpo; set it to 0"
+            )
+        if self.sft_weight and self.loss == "orpo":
+            raise ShardlmError(
+                f"preference.sft_weight={self.sft_weight} with preference.loss=orpo, which has the chosen answer's "
+                "loss in it and weighs the preference by beta; set sft_weight to 0"
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares the model with the checkpoint as it was, which is held for it."""
+        return self.beta > 0 and self.loss not in ("simpo", "orpo")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -224,7 +224,7 @@ class Run:
         model = self.program.model.config
         macs = model.attention_macs(values["attention_pairs"], values["tokens"])
         args, config = (model.parameters_per_token(), values["tokens"], macs), self.program.config
-        reference = forward_flops(*args) if config.preference.beta or config.grpo.beta else 0
+        reference = forward_flops(*args) if config.preference.compares or config.grpo.beta else 0
         return training_flops(*args, frozen=config.lora.rank > 0) + reference
 
     def _last_good(self) -> str:

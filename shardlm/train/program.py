@@ -76,7 +76,7 @@ class Program:
         check_images(config, self.model.config, sight, self.model.execution.context_attention)
         shape, width = (len(self.slots), config.train.seq_len), self.model.config.embed_dim
         how = self.batch_sharding, shape, width, self.model.execution.dtype, config.train.encoder, self.rules
-        seeing = Seeing.make(sight, *how, compares=config.preference.beta > 0)
+        seeing = Seeing.make(sight, *how, compares=config.preference.compares)
         if not seeing.learned:
             return dataclasses.replace(self, seeing=seeing)
         with jax.set_mesh(self.mesh):
@@ -152,7 +152,7 @@ class Program:
     def frozen_shapes(self) -> Any:
         """Of `TrainState.frozen`, at rest: the weights that adapters stand on, or those that preferences and rewarded
         replies are measured from; None where there are none."""
-        if self.config.lora.rank or self.config.preference.beta or self.config.grpo.beta:
+        if self.config.lora.rank or self.config.preference.compares or self.config.grpo.beta:
             return self.model.held_at_rest(self.mesh)
         return None
 

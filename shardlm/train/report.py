@@ -122,9 +122,10 @@ def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[
         lines.append(_of_images(program))
     if config.preference.beta:
         pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
+        held = reference(program) if config.preference.compares else "no reference"
         lines.append(
-            f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; beta {config.preference.beta}, "
-            f"{reference(program)}"
+            f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; {config.preference.loss}, beta "
+            f"{config.preference.beta}, {held}"
         )
     return lines
 
