@@ -41,6 +41,7 @@ FIELDS = {
         "reward", "group_size", "max_tokens", "updates", "beta", "clip_low", "clip_high", "loss", "scale_rewards",
         "mask_truncated", "tensor", "kv_cache_gib",
     },
+    "distill": {"teacher", "weight", "temperature", "kind", "beta"},
     "offload": {"optimizer", "params"},
     "slow_link": {"compression", "rank"},
     "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},

@@ -1,5 +1,6 @@
-"""Losses of pairs of answers, from the log-probabilities of both, as TRL has them: direct preference optimisation and its
-variants. In a row, segments 2k + 1 and 2k + 2 are the chosen and the rejected answer of pair k (data/packing.py)."""
+"""Losses of pairs of answers from the log-probabilities of both, as TRL has them: direct preference optimisation and
+its variants. In a row, segments 2k + 1 and 2k + 2 are the chosen and the rejected answer of pair k
+(data/packing.py)."""
 
 import jax
 import jax.numpy as jnp

@@ -10,6 +10,7 @@ from shardlm.layers.lora import LoraConfig
 from shardlm.layers.stack import Remat
 from shardlm.mesh import MeshSpec
 from shardlm.ops.attention import ContextAttention, Implementation
+from shardlm.ops.distillation import Divergence, Kind
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.optim import OptimConfig
 from shardlm.precision import Precision
@@ -229,6 +230,47 @@ class GrpoConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Learning from a larger checkpoint beside the data: token by token, where the data's loss counts, from its
+    distribution over the whole vocabulary (train/distill.py).
+
+    teacher      its folder, of a model with the same tokenizer and vocabulary; "": none
+    weight       of the teacher's loss; that of the data weighs 1 - weight
+    temperature  that both models' logits are divided by for the teacher's loss, which is not multiplied by its square
+    kind         of that loss: "forward_kl", "reverse_kl" or "jsd" (ops/distillation.py, as TRL's GKD)
+    beta         of jsd: the teacher's part in what both are compared with
+    """
+
+    teacher: str = ""
+    weight: float = 0.5
+    temperature: float = 1.0
+    kind: Kind = "forward_kl"
+    beta: float = 0.5
+
+    def __post_init__(self):
+        if not 0 < self.weight <= 1 or self.temperature <= 0 or not 0 < self.beta < 1:
+            raise ShardlmError(
+                f"distill.weight={self.weight}, temperature={self.temperature}, beta={self.beta}: weight is above 0 "
+                "and at most 1, temperature above 0, beta between 0 and 1 (at its ends jsd is nothing: those are "
+                "kind=forward_kl and reverse_kl)"
+            )
+        if self.beta != DistillConfig.beta and self.kind != "jsd":
+            raise ShardlmError(
+                f"distill.beta={self.beta} with distill.kind={self.kind}: it is of jsd; leave it at "
+                f"{DistillConfig.beta}"
+            )
+        if not self.teacher and (self.weight, self.temperature, self.kind) != (0.5, 1.0, "forward_kl"):
+            raise ShardlmError(
+                f"distill.weight={self.weight}, temperature={self.temperature}, kind={self.kind}, beta={self.beta} "
+                "without distill.teacher mean nothing; name its folder, or leave them as they are"
+            )
+
+    @property
+    def divergence(self) -> Divergence:
+        return Divergence(self.kind, self.temperature, self.beta)
+
+
+@dataclasses.dataclass(frozen=True)
 class OffloadConfig:
     """What rests in the host's pinned memory between its uses in a step (train/offload.py). Blocks' inputs go there by
     remat="offload".
@@ -281,6 +323,7 @@ class RunConfig:
     lora         adapters that are trained instead of the weights
     preference   training on pairs of answers instead of next tokens
     grpo         training on rewards of the model's own replies
+    distill      a teacher beside the data
     offload      what rests in host memory
     pipeline     schedule of mesh.pipeline's stages
     slow_link    compression of what crosses mesh.data
@@ -305,6 +348,7 @@ class RunConfig:
     lora: LoraConfig = LoraConfig()
     preference: PreferenceConfig = PreferenceConfig()
     grpo: GrpoConfig = GrpoConfig()
+    distill: DistillConfig = DistillConfig()
     offload: OffloadConfig = OffloadConfig()
     pipeline: PipelineConfig = PipelineConfig()
     unroll: int = 1

@@ -19,7 +19,7 @@ from shardlm.mesh import crossing_axes
 from shardlm.metrics.curves import plot_curves
 from shardlm.ops.weight_format import AsPublished
 from shardlm.run_files import CHECKPOINTS
-from shardlm.state import TrainState
+from shardlm.state import TEACHER, TrainState
 from shardlm.train.offload import saving
 from shardlm.train.program import Program
 
@@ -127,7 +127,21 @@ def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[
             f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; {config.preference.loss}, beta "
             f"{config.preference.beta}, {held}"
         )
+    if program.teacher:
+        lines.append(_of_teacher(program))
     return lines
+
+
+def _of_teacher(program: Program) -> str:
+    distill, leaves = program.config.distill, jax.tree.leaves(program.frozen_shapes()[TEACHER])
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    of_jsd = f" of beta {distill.beta}" if distill.kind == "jsd" else ""
+    return (
+        f"teacher: {distill.teacher}, {count / 1e6:,.1f}M parameters ({held / 2**30:,.3f} GiB over all devices); its "
+        f"loss, {distill.kind}{of_jsd} at temperature {distill.temperature}, weighs {distill.weight}, that of the data "
+        f"{1 - distill.weight:.3g}"
+    )
 
 
 def _of_images(program: Program) -> str:
@@ -173,6 +187,8 @@ def describe_validation(values: dict[str, float]) -> str:
         margin, accuracy = values["validation_reward_margin"], values["validation_reward_accuracy"]
         return f"validation loss {loss:.4f} nats/pair{ema}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
     bits = f", {values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else ""
+    if "validation_divergence" in values:
+        bits += f", {values['validation_divergence']:.4f} nats/token from the teacher"
     perplexity = values["perplexity"]
     return f"validation loss {loss:.4f} nats/token{ema}, perplexity {perplexity:,.1f}{bits}"
 

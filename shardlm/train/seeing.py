@@ -289,6 +289,11 @@ def check_images(config: RunConfig, model: TransformerConfig, sight: Sight, cont
     are attended to."""
     if sight.untrained:
         raise ShardlmError(f"the data have images, and {sight.untrained}; train on texts")
+    if config.distill.teacher:
+        raise ShardlmError(
+            f"distill.teacher={config.distill.teacher} with images in the data: a teacher reads words alone; leave the "
+            "images out, or the teacher"
+        )
     if config.preference.beta and config.preference.loss == "orpo":
         raise ShardlmError(
             "preference.loss=orpo with images in the data: its loss of next tokens is over the prompt too, and tokens "
