@@ -47,7 +47,9 @@ OTHER_TRAINERS = {
         ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_vit", "freeze_aligner"),
         "it is --config.train.encoder=frozen, projector or all, and optim.encoder_rate a factor on its learning rate",
     ),
-    **dict.fromkeys(("loss_type", "pref_loss"), "it is --config.preference.loss=sigmoid, ipo, hinge, simpo or orpo"),
+    **dict.fromkeys(
+        ("loss_type", "pref_loss"), "it is --config.preference.loss=sigmoid, ipo, hinge, simpo, orpo or kto"
+    ),
     **dict.fromkeys(
         ("simpo_gamma", "simpo_gamma_beta_ratio"), "it is --config.preference.gamma=X, not divided by beta"
     ),

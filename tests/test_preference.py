@@ -281,7 +281,7 @@ def test_settings_that_mean_nothing():
         ({"beta": 0.1, "gamma": 1.0}, "it is simpo's margin"),
         ({"beta": 0.1, "loss": "simpo", "gamma": -1.0}, "at least 0"),
         ({"beta": 0.1, "loss": "ipo", "label_smoothing": 0.1}, "something for sigmoid and simpo"),
-        ({"beta": 0.1, "loss": "orpo", "sft_weight": 0.1}, "weighs the preference by beta"),
+        ({"beta": 0.1, "loss": "orpo", "sft_weight": 0.1}, "has the chosen answer's loss"),
     ):
         with pytest.raises(ShardlmError, match=message):
             PreferenceConfig(**wrong)

@@ -41,6 +41,12 @@ def identity_loss(gap: jax.Array, beta: float) -> jax.Array:
     return jnp.square(gap - 1 / (2 * beta))
 
 
+def prospect_loss(margin: jax.Array) -> jax.Array:
+    """1 - sigmoid(margin), of an answer's reward less what the model has moved by, both with the other sign where the
+    answer is not wanted (KTO, https://arxiv.org/abs/2402.01306, equation 8)."""
+    return jax.nn.sigmoid(-margin)
+
+
 def odds_loss(chosen: jax.Array, rejected: jax.Array) -> jax.Array:
     """-log sigmoid of the log-ratio of both answers' odds (ORPO, https://arxiv.org/abs/2403.07691, equations 4 and 7),
     from mean log-probabilities of their tokens."""

@@ -19,7 +19,7 @@ from shardlm.train.compression import Compression
 from shardlm.vision.parts import EncoderPart
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo"]
-PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "kto"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +129,19 @@ class LocalSgdConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
-    """Training of a checkpoint on preferences (train/preference.py), on pairs (data.packing).
+    """Training of a checkpoint on preferences (train/preference.py), on pairs or, by kto, on answers that are wanted or
+    not (data.packing).
 
     beta             how strongly the model is held to the checkpoint: 0.1 is common; 0: training on next tokens. Of
                      simpo and orpo, which hold it to nothing, the weight of what is preferred: 2 and 0.1 are common
-    loss             of a pair, by TRL's names (ops/preference.py): "sigmoid" (DPO), "ipo", "hinge" (SLiC), and without
-                     a reference "simpo" and "orpo"
+    loss             of a pair, by TRL's names (ops/preference.py): "sigmoid" (DPO), "ipo", "hinge" (SLiC), without a
+                     reference "simpo" and "orpo"; and of single answers "kto" (kto.py)
     gamma            margin that simpo asks for between the rewards of both answers
     label_smoothing  probability that a pair's label is wrong (conservative DPO); of sigmoid and simpo
     sft_weight       of the chosen answer's loss a token, added to the pair's (https://arxiv.org/abs/2404.19733); orpo
                      has its own
+    desirable_weight, undesirable_weight  of kto, of the losses of answers that are wanted and of others: where there
+                     are more of the one, the other may weigh more
     """
 
     beta: float = 0.0
@@ -146,6 +149,8 @@ class PreferenceConfig:
     gamma: float = 0.5
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     def __post_init__(self):
         values = f"beta={self.beta}, label_smoothing={self.label_smoothing}, sft_weight={self.sft_weight}"
@@ -172,10 +177,17 @@ class PreferenceConfig:
                 f"preference.label_smoothing={self.label_smoothing} with preference.loss={self.loss}: it means "
                 "something for sigmoid and simpo; set it to 0"
             )
-        if self.sft_weight and self.loss == "orpo":
+        if self.sft_weight and self.loss in ("orpo", "kto"):
+            why = "has no pairs" if self.loss == "kto" else "has the chosen answer's loss in it, against beta's"
             raise ShardlmError(
-                f"preference.sft_weight={self.sft_weight} with preference.loss=orpo, which has the chosen answer's "
-                "loss in it and weighs the preference by beta; set sft_weight to 0"
+                f"preference.sft_weight={self.sft_weight} with preference.loss={self.loss}, which {why}; set "
+                "sft_weight to 0"
+            )
+        weights = self.desirable_weight, self.undesirable_weight
+        if min(weights) < 0 or not any(weights) or (weights != (1, 1) and self.loss != "kto"):
+            raise ShardlmError(
+                f"preference.desirable_weight={weights[0]}, undesirable_weight={weights[1]} with preference.loss="
+                f"{self.loss}: they are kto's, at least 0 and not both 0; leave them at 1 with other losses"
             )
 
     @property

@@ -3,6 +3,7 @@ replies."""
 
 from shardlm.state import ModelDef
 from shardlm.train.distill import Distillation
+from shardlm.train.kto import Prospect
 from shardlm.train.policy import Policy
 from shardlm.train.preference import Preference
 from shardlm.train.settled import Settled
@@ -13,7 +14,7 @@ def objective_of(settled: Settled, model: ModelDef) -> Objective:
     """The run's; under its mesh."""
     config = settled.config
     if config.preference.beta:
-        return Preference.make(config.preference, model)
+        return (Prospect if config.preference.loss == "kto" else Preference).make(config.preference, model)
     if config.grpo.reward:
         return Policy.make(config.grpo, config.train.global_batch, model)
     if settled.teacher:

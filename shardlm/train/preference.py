@@ -4,7 +4,7 @@ data/packing.py's pairs."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +40,13 @@ class Preference:
     columns = ()
 
     @classmethod
-    def make(cls, config: PreferenceConfig, model: ModelDef) -> "Preference":
+    def make(cls, config: PreferenceConfig, model: ModelDef) -> Self:
         """Of a model that is trained; under the run's mesh."""
         plain = dataclasses.replace(model.execution, lora=LoraConfig())
         return cls(config, ModelDef.make(model.config, plain) if config.compares else None)
 
     def count(self, batch: Batch) -> jax.Array:
-        return jnp.sum(_begins(batch))
+        return jnp.sum(begins(batch))
 
     def used(self, batch: Batch, microbatches: int) -> int:
         return microbatches
@@ -54,8 +54,8 @@ class Preference:
     def weights(self, batch: Batch, scale: jax.Array) -> dict[str, jax.Array]:
         """A pair's weight stands at its first token. Auxiliary losses weigh tokens as in `NextToken`; ORPO's own loss
         of next tokens is a mean over all of the chosen documents, prompts too."""
-        begins = _begins(batch)
-        pairs = begins * (scale / jnp.maximum(jnp.sum(begins), 1))
+        first = begins(batch)
+        pairs = first * (scale / jnp.maximum(jnp.sum(first), 1))
         found = {"pairs": pairs, "tokens": NextToken().weights(batch, scale)}
         if self.config.loss != "orpo":
             return found
@@ -127,24 +127,28 @@ def token_nll_of(model: ModelDef, params: Any, batch: Batch, weights: jax.Array)
     return token_nll(hidden, lm.head_param()[...], batch["targets"], **own), aux
 
 
-def _begins(batch: Batch) -> jax.Array:
+def begins(batch: Batch) -> jax.Array:
     """float32 [B, T], 1 at each pair's first token."""
     return ((batch["positions"] == 0) & (batch["segment_ids"] % 2 == 1)).astype(jnp.float32)
 
 
 def check_preference(config: RunConfig) -> None:
     """Refuses what does not go with config.preference, before anything compiles."""
-    beta, pairs = config.preference.beta, config.data.packing == "pairs"
-    if pairs and not beta:
+    beta, packing = config.preference.beta, config.data.packing
+    wants = "labelled" if config.preference.loss == "kto" else "pairs"
+    if packing in ("pairs", "labelled") and not beta:
         raise ShardlmError(
-            "data.packing=pairs with preference.beta=0: pairs of answers are trained on by their preference; set "
+            f"data.packing={packing} with preference.beta=0: such answers are trained on by their preference; set "
             "preference.beta, to 0.1 for instance, or data.packing to cut or whole"
         )
     if not beta:
         return
     what = f"preference.beta={beta}"
-    if not pairs:
-        raise ShardlmError(f"{what} with data.packing={config.data.packing}: preferences are pairs; set it to pairs")
+    if packing != wants:
+        raise ShardlmError(
+            f"{what} and preference.loss={config.preference.loss} with data.packing={packing}: preferences are "
+            f"{wants}; set it to {wants}"
+        )
     compares = config.preference.compares
     if compares and not isinstance(config.model, Pretrained):
         raise ShardlmError(

@@ -124,8 +124,8 @@ def of_texts(program: Program, data: Prepared, padding_fraction: float) -> list[
         pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
         held = reference(program) if config.preference.compares else "no reference"
         lines.append(
-            f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; {config.preference.loss}, beta "
-            f"{config.preference.beta}, {held}"
+            f"preferences: {pairs:,} {program.objective.counted} to train on, {held_out:,} to validate; "
+            f"{config.preference.loss}, beta {config.preference.beta}, {held}"
         )
     if program.teacher:
         lines.append(_of_teacher(program))
@@ -185,7 +185,8 @@ def describe_validation(values: dict[str, float]) -> str:
     loss = values["validation_loss"]
     if "validation_reward_accuracy" in values:
         margin, accuracy = values["validation_reward_margin"], values["validation_reward_accuracy"]
-        return f"validation loss {loss:.4f} nats/pair{ema}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
+        unit = "" if "validation_kl" in values else " nats/pair"
+        return f"validation loss {loss:.4f}{unit}{ema}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
     bits = f", {values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else ""
     if "validation_divergence" in values:
         bits += f", {values['validation_divergence']:.4f} nats/token from the teacher"
