@@ -69,8 +69,8 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "preference training without a reference, or on single answers, was not compared": (
             config.preference.beta > 0 and (not config.preference.compares or config.preference.loss == "kto")
         ),
-        "a forward pass beside the model that is trained was compared with dense Llamas, remat=full and all weights "
-        "over fsdp, tensor and context alone": _beside_otherwise(sketch),
+        "a forward pass beside the model that is trained was compared with dense Llamas and remat=full over fsdp, "
+        "tensor and context alone, of adapters on 16 bits": _beside_otherwise(sketch),
         "training on rewards was not compared, and the seconds are without sampling": bool(config.grpo.reward),
         "modules that predict further tokens were not compared": shape.mtp is not None,
         "steps with compressed exchanges were not compared": exchanged,
@@ -86,7 +86,7 @@ def _beside_otherwise(sketch: Sketch) -> bool:
     config, other = sketch.config, sketch.beside
     if other is None or config.grpo.reward:
         return False
-    plain = config.remat == "full" and not config.lora.rank and config.unroll == 1 and sketch.mesh.data == 1
+    plain = config.remat == "full" and config.lora.base == "dtype" and config.unroll == 1 and sketch.mesh.data == 1
     alike = all(
         not block.mlp.num_experts and block.norms == "pre" for block in (*sketch.shape.kinds, *other.shape.kinds)
     )
