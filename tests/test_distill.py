@@ -104,8 +104,8 @@ def naive(config: RunConfig):
 @pytest.mark.parametrize(
     ("options", "meshes"),
     [
-        ({}, [MeshSpec(), MeshSpec(fsdp=4, tensor=2), MeshSpec(data=2, context=2, tensor=2)]),
-        (LORA, [MeshSpec(fsdp=4, tensor=2)]),
+        ({}, [MeshSpec(fsdp=4, tensor=2), MeshSpec(data=2, context=2, tensor=2)]),
+        pytest.param(LORA, [MeshSpec(), MeshSpec(fsdp=4, tensor=2)], marks=pytest.mark.wide),
     ],
     ids=["full", "lora"],
 )
