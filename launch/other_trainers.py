@@ -60,4 +60,10 @@ OTHER_TRAINERS = {
         "metrics.jsonl and tensorboard/ are in --config.run_dir in any case; --config.trackers=wandb, mlflow or "
         "trackio sends them there too",
     ),
+    **dict.fromkeys(
+        ("loss_type", "pref_loss"), "it is --config.preference.loss=sigmoid, ipo, hinge, simpo, orpo or kto"
+    ),
+    **dict.fromkeys(
+        ("simpo_gamma", "simpo_gamma_beta_ratio"), "it is --config.preference.gamma=X, not divided by beta"
+    ),
 }

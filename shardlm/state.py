@@ -26,6 +26,7 @@ from shardlm.precision import LossScale
 from shardlm.rules import Table
 
 Tree = Any
+TEACHER = "teacher"  # of frozen weights, those of another model that a run learns from
 
 
 @jax.tree_util.register_dataclass
@@ -35,8 +36,8 @@ class TrainState:
     params or None; loss_scale or None; skipped int32, steps whose update was left out because it was not finite;
     bad_steps int32, how many of them in a row up to now (in fp16 only those at the lowest loss scale); link, what
     replicas behind a slow link keep of their own between exchanges (train/compression.py, train/diloco.py), or None;
-    frozen, weights that no step changes (under adapters, layers/lora.py; of the reference, train/preference.py), or
-    None: not part of checkpoints."""
+    frozen, weights that no step changes (under adapters, layers/lora.py; of the reference, train/preference.py; under
+    TEACHER of a teacher, train/distill.py), or None: not part of checkpoints."""
 
     params: Tree
     opt_state: Tree
@@ -59,7 +60,7 @@ class ModelDef:
     names   the same tree with (stack_names, names) of each parameter's dimensions
     frozen_shapes, frozen_names  the same of the others, as they are held; None where there are none
     frozen  what no step changes, of a model that is bound to it: the others, or where all are trained what training
-            compares them with (train/preference.py)
+            compares them with (train/preference.py); and a teacher
     groups  by path how weights are held that are in groups (ops/grouped_weights.py)
     """
 
@@ -121,7 +122,9 @@ class ModelDef:
         """All of the model's parameters, of those that are trained: with the frozen ones, where there are any, and
         without an encoder of images that is trained beside them."""
         params = {name: part for name, part in params.items() if name != ENCODER}
-        return params if self.frozen_shapes is None else joined(params, self.frozen)
+        if self.frozen_shapes is None:
+            return params
+        return joined(params, {name: part for name, part in self.frozen.items() if name != TEACHER})
 
     def init(self, key: jax.Array) -> Tree:
         """New trained parameters; call inside jit. The values depend on the key only, not on the mesh."""

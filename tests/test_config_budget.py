@@ -36,11 +36,12 @@ FIELDS = {
     },
     "pipeline": {"schedule", "rounds"},
     "lora": {"rank", "alpha", "targets", "base"},
-    "preference": {"beta", "label_smoothing", "sft_weight"},
+    "preference": {"beta", "loss", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight"},
     "grpo": {
         "reward", "group_size", "max_tokens", "updates", "beta", "clip_low", "clip_high", "loss", "scale_rewards",
         "mask_truncated", "tensor", "kv_cache_gib",
     },
+    "distill": {"teacher", "weight", "temperature", "kind", "beta"},
     "offload": {"optimizer", "params"},
     "slow_link": {"compression", "rank"},
     "local_sgd": {"inner_steps", "outer_learning_rate", "outer_momentum", "fragments", "overlap", "mixing"},

@@ -1,6 +1,6 @@
-"""Direct preference optimisation: loss and gradients are those of the formula on all logits, on every mesh, of all
-weights and of adapters; and what cannot be is refused. Its data are tests/data/test_preferences.py's, the command line
-tests/hf/test_opening.py's."""
+"""Direct preference optimisation and its relatives: loss and gradients are those of the formulas on all logits, on
+every mesh, of all weights and of adapters; and what cannot be is refused. Its data are
+tests/data/test_preferences.py's, the command line tests/hf/test_opening.py's."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from shardlm.layers.packed import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.pretrained import Pretrained
-from shardlm.ops.preference import preference_loss
+from shardlm.ops.preference import hinge_loss, identity_loss, odds_loss, preference_loss
 from shardlm.train.config import OffloadConfig, PreferenceConfig, RunConfig, SlowLinkConfig, TrainConfig
 from shardlm.train.preference import check_preference
 from shardlm.train.program import Program
@@ -102,6 +102,22 @@ def loss_and_gradients(config: RunConfig, batch, evaluates: bool = False):
         return jax.tree.map(np.asarray, found)
 
 
+def of_one_pair(preference: PreferenceConfig, gains, means):
+    """The papers' formulas, from log-ratios of the chosen and the rejected answer, summed and averaged over tokens."""
+    margin = preference.beta * (gains[0] - gains[1])
+    if preference.loss == "hinge":
+        return jnp.maximum(0, 1 - margin)
+    if preference.loss == "ipo":
+        return (means[0] - means[1] - 0.5 / preference.beta) ** 2
+    if preference.loss == "orpo":
+        odds = [jnp.exp(mean) / (1 - jnp.exp(mean)) for mean in means]
+        return preference.beta * jnp.log1p(odds[1] / odds[0])
+    if preference.loss == "simpo":
+        margin = preference.beta * (means[0] - means[1]) - preference.gamma
+    right, wrong = jnp.log1p(jnp.exp(-margin)), jnp.log1p(jnp.exp(margin))
+    return (1 - preference.label_smoothing) * right + preference.label_smoothing * wrong
+
+
 def naive(config: RunConfig):
     """The formula of the paper on all logits: each document in a row of its own, the sum over pairs written out."""
     preference = config.preference
@@ -114,25 +130,29 @@ def naive(config: RunConfig):
         logits = lm.logits(lm(jnp.asarray(one_each["tokens"]), jnp.asarray(one_each["positions"]), ctx)[0])
         all_of_them = jax.nn.log_softmax(logits)
         own = jnp.take_along_axis(all_of_them, jnp.asarray(one_each["targets"])[..., None], axis=-1)[..., 0]
-        return jnp.sum(own * one_each["loss_mask"], axis=1)
+        return [jnp.sum(own * mask, axis=1) for mask in (one_each["loss_mask"], one_each["segment_ids"] > 0)]
 
     def loss(params, frozen):
-        policy = log_probabilities(program.model.bound(frozen), params)
-        reference = log_probabilities(program.objective.reference, frozen)
-        losses, margins, rewards = [], [], []
-        for pair in range(len(policy) // 2):
-            c, r = 2 * pair, 2 * pair + 1
-            margin = preference.beta * ((policy[c] - reference[c]) - (policy[r] - reference[r]))
-            right, wrong = jnp.log1p(jnp.exp(-margin)), jnp.log1p(jnp.exp(margin))
-            of_pair = (1 - preference.label_smoothing) * right + preference.label_smoothing * wrong
-            losses.append(of_pair - preference.sft_weight * policy[c] / one_each["loss_mask"][c].sum())
-            margins.append(margin)
-            rewards.append([preference.beta * (policy[n] - reference[n]) for n in (c, r)])
-        chosen, rejected = jnp.mean(jnp.array(rewards), axis=0)
-        margins = jnp.array(margins)
+        policy, whole = log_probabilities(program.model.bound(frozen), params)
+        reference = program.objective.reference
+        before = log_probabilities(reference, frozen)[0] if reference else jnp.zeros(len(policy))
+        tokens = one_each["loss_mask"].sum(axis=1)
+        losses, rewards = [], []
+        for c in range(0, len(policy), 2):
+            r = c + 1
+            gains = [policy[n] - before[n] for n in (c, r)]
+            means = [gain / tokens[n] for gain, n in zip(gains, (c, r), strict=True)]
+            of_pair = of_one_pair(preference, gains, means)
+            losses.append(of_pair - preference.sft_weight * policy[c] / tokens[c])
+            rewards.append([preference.beta * gain for gain in (gains if reference else means)])
+        rewards = jnp.array(rewards)
+        margins = rewards[:, 0] - rewards[:, 1]
         total = sum(losses) / len(losses)
+        if preference.loss == "orpo":
+            total = total - sum(whole[::2]) / (one_each["segment_ids"][::2] > 0).sum()
         names = ("loss", "reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
-        return total, dict(zip(names, (total, margins.mean(), (margins > 0).mean(), chosen, rejected), strict=True))
+        values = (total, margins.mean(), (margins > 0).mean(), *rewards.mean(axis=0))
+        return total, dict(zip(names, values, strict=True))
 
     state = program.init(program.pretrained(), program.frozen())
     with jax.set_mesh(program.mesh):
@@ -148,8 +168,10 @@ def naive(config: RunConfig):
             [MeshSpec(), MeshSpec(fsdp=4, tensor=2), MeshSpec(data=2, context=2, tensor=2)],
         ),
         ({"lora": LORA}, [MeshSpec(fsdp=4, tensor=2)]),
+        ({"preference": PreferenceConfig(2.0, "simpo", 0.3, sft_weight=0.2)}, [MeshSpec(fsdp=4, tensor=2)]),
+        ({"preference": PreferenceConfig(0.4, "orpo")}, [MeshSpec(data=2, context=2, tensor=2)]),
     ],
-    ids=["full", "lora"],
+    ids=["full", "lora", "simpo", "orpo"],
 )
 def test_loss_and_gradients_are_the_formulas_on_every_mesh(options, meshes):
     grads, metrics = naive(config_of("llama", **options))
@@ -166,6 +188,17 @@ def test_loss_and_gradients_are_the_formulas_on_every_mesh(options, meshes):
             pairs = sums.pop("pairs")
             assert pairs == sum(map(len, ROWS))
             assert relative_error(sums, {name: pairs * value for name, value in metrics.items()}) < TOLERANCE
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("loss", ["ipo", "hinge"])
+def test_other_losses_against_the_reference(loss):
+    preference = {"preference": PreferenceConfig(0.6, loss)}
+    grads, metrics = naive(config_of("llama", **preference))
+    batch = filled(list(documents()))
+    found, of_step, _ = loss_and_gradients(config_of("llama", **preference, mesh=MeshSpec(fsdp=4, tensor=2)), batch)
+    assert relative_error(of_step, metrics) < TOLERANCE
+    assert relative_error(found, grads) < TOLERANCE
 
 
 @pytest.mark.wide
@@ -186,6 +219,27 @@ def test_the_reference_takes_no_second_copy_with_adapters_and_rests_in_the_compu
     adapted = Program.make(config_of("llama", lora=LoraConfig(4, base="int4")), mesh_of(MeshSpec()))
     assert jax.tree.structure(adapted.frozen_shapes()) == jax.tree.structure(adapted.model.frozen_shapes)
     assert jax.tree.structure(adapted.objective.reference.shapes) == jax.tree.structure(adapted.frozen_shapes())
+
+
+def test_what_compares_with_nothing_holds_no_reference():
+    for loss in ("simpo", "orpo"):
+        alone = Program.make(config_of("llama", preference=PreferenceConfig(1.0, loss)), mesh_of(MeshSpec()))
+        assert alone.frozen_shapes() is None and alone.objective.reference is None
+        check_preference(config_of("llama", preference=PreferenceConfig(1.0, loss), offload=OffloadConfig(params=True)))
+        check_preference(config_of("llama", preference=PreferenceConfig(1.0, loss), model=LlamaConfig()))
+
+
+def test_the_losses_of_other_papers():
+    """Figures of TRL 1.16's formulas in torch: relu(1 - m); (gap - 1 / (2 beta))^2; -logsigmoid of the log-odds with
+    log1mexp. Of answers that are certain the latter's gradients are numbers all the same."""
+    values = jnp.array([-1.0, 0.0, 0.5, 3.0])
+    np.testing.assert_allclose(hinge_loss(values), [2.0, 1.0, 0.5, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(identity_loss(values, 0.25), [9.0, 4.0, 2.25, 1.0], rtol=1e-6)
+    chosen, rejected = jnp.array([-1e-5, -0.2, -0.7, -9.0]), jnp.array([-3.0, -0.9, -0.7, -0.5])
+    expected = [5.239594474e-07, 0.1412277889, 0.6931471806, 9.432708777]
+    np.testing.assert_allclose(odds_loss(chosen, rejected), expected, rtol=2e-5)
+    for pair in ((0, 0), (-200, 0), (0, -200)):
+        assert np.isfinite(jax.grad(odds_loss, (0, 1))(*map(jnp.float32, pair))).all()
 
 
 def test_the_loss_of_a_margin():
@@ -223,6 +277,11 @@ def test_settings_that_mean_nothing():
         ({"beta": -1.0}, "beta and sft_weight are at least 0"),
         ({"beta": 0.1, "label_smoothing": 0.5}, "label_smoothing at least 0 and below 0.5"),
         ({"sft_weight": 1.0}, "without beta the others mean nothing"),
+        ({"loss": "simpo"}, "preference.loss=simpo.*without beta"),
+        ({"beta": 0.1, "gamma": 1.0}, "it is simpo's margin"),
+        ({"beta": 0.1, "loss": "simpo", "gamma": -1.0}, "at least 0"),
+        ({"beta": 0.1, "loss": "ipo", "label_smoothing": 0.1}, "something for sigmoid and simpo"),
+        ({"beta": 0.1, "loss": "orpo", "sft_weight": 0.1}, "has the chosen answer's loss"),
     ):
         with pytest.raises(ShardlmError, match=message):
             PreferenceConfig(**wrong)

@@ -52,13 +52,14 @@ def write_lines(
     directory: Path,
     of_line: OfLine,
     progress: Callable[[int], None] = lambda done: None,
+    among: Callable[[Iterator["Line"]], Iterator["Line"]] = lambda lines: lines,
 ) -> TokenShards:
-    """Shards of the documents of every line; those of one line stay together. Raises ShardlmError for files that are
-    not JSONL, and what `of_line` raises."""
+    """Shards of the documents of every line, as `among` has them; those of one line stay together. Raises ShardlmError
+    for files that are not JSONL, and what `of_line` and `among` raise."""
     done = 0
     image_token = chats.sight.vector if chats.sight else None
     with ShardWriter(directory, chats.tokenizer, image_token=image_token) as writer:
-        for documents, size in _in_order(_lines(sources, chats), of_line, 0 if chats.sight is None else THREADS):
+        for documents, size in _in_order(among(_lines(sources, chats)), of_line, 0 if chats.sight is None else THREADS):
             ids, learned = (np.concatenate(parts) for parts in zip(*(d[:2] for d in documents), strict=True))
             ends = np.cumsum([len(document.ids) for document in documents])
             begins = [0, *ends[:-1].tolist()]
@@ -74,10 +75,10 @@ def write_lines(
     return TokenShards.open(directory)
 
 
-_Line = tuple[bytes, str, Chats, int]  # the line, FILE:LINE, how, bytes on disk
+Line = tuple[bytes, str, Chats, int]  # the line, FILE:LINE, how, bytes on disk
 
 
-def _lines(sources: Sequence[Source], chats: Chats) -> Iterator[_Line]:
+def _lines(sources: Sequence[Source], chats: Chats) -> Iterator[Line]:
     for source in sources:
         if source.kind != "jsonl":
             raise ShardlmError(f"{source.path}: chats are read from .jsonl, one conversation a line")
@@ -85,7 +86,7 @@ def _lines(sources: Sequence[Source], chats: Chats) -> Iterator[_Line]:
         yield from ((line, f"{source.path}:{number}", own, size) for number, line, size in read_lines(source))
 
 
-def _documents(line: _Line, of_line: OfLine) -> Sequence[Document]:
+def _documents(line: Line, of_line: OfLine) -> Sequence[Document]:
     text, where, chats, _ = line
     return of_line(parsed(text, where), where, chats)
 
@@ -105,7 +106,7 @@ def parsed(text: bytes, where: str) -> Any:
     return found
 
 
-def _in_order(lines: Iterator[_Line], of_line: OfLine, threads: int) -> Iterator[tuple[Sequence[Document], int]]:
+def _in_order(lines: Iterator[Line], of_line: OfLine, threads: int) -> Iterator[tuple[Sequence[Document], int]]:
     """The documents of each line and its size, made by so many threads; by none where it is 0."""
     if not threads:
         yield from ((_documents(line, of_line), line[-1]) for line in lines)

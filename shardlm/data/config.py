@@ -9,7 +9,7 @@ from typing import Literal
 from shardlm.errors import ShardlmError
 
 OnBadUtf8 = Literal["fail", "replace", "skip"]
-Packing = Literal["cut", "whole", "pairs"]
+Packing = Literal["cut", "whole", "pairs", "labelled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,8 @@ class DataConfig:
     chat_template: str = ""  # chats.py: conversations in JSONL, by a template in this folder or file; "": text
     text_key: str = "text"  # the JSONL key or Parquet column that holds the text
     max_pixels: int = 0  # of an image, of models whose folder may say it (Qwen's); 0: as that says
-    packing: Packing = "cut"  # cut: documents may be cut; whole: only what exceeds a row; pairs: of answers, none
+    # cut: documents may be cut; whole: only what exceeds a row; pairs, of answers, and labelled ones: none
+    packing: Packing = "cut"
     on_bad_utf8: OnBadUtf8 = "fail"
     cache_dir: str = "data"
     seed: int = 0  # of the order of rows

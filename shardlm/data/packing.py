@@ -18,6 +18,7 @@ from shardlm.data.shards import ShownImage, TokenShards
 from shardlm.errors import ShardlmError
 
 Batch = dict[str, np.ndarray]
+DESIRABLE = "desirable"
 PADDING_ROW = -1  # the index of a row of nothing but padding
 # Pieces packed together by "whole". Bounds the memory of packing, not of the result (24 bytes a document).
 _WINDOW = 1 << 20
@@ -31,7 +32,7 @@ def make_rows(shards: TokenShards, seq_len: int, packing: Packing, axes: bool = 
       ShardlmError: the packing is unknown or cuts documents with images, `seq_len` is not positive, a document with
         images is longer than a row, or pairs are no pairs or longer than a row.
     """
-    kinds = {"cut": CutRows, "whole": WholeRows, "pairs": PairRows}
+    kinds = {"cut": CutRows, "whole": WholeRows, "pairs": PairRows, "labelled": LabelledRows}
     if packing not in kinds:
         raise ShardlmError(f"unknown packing {packing!r}: it is one of {', '.join(kinds)}")
     if seq_len < 1:
@@ -173,6 +174,17 @@ class PairRows(WholeRows):
         first = np.append(np.flatnonzero(place % MAX_PAIRS == 0), len(pairs))
         self._starts, self._lengths = (a.reshape(-1, 2)[order].reshape(-1) for a in (offsets[:-1], pairs))
         self._first = 2 * first
+
+
+class LabelledRows(PairRows):
+    """The same of answers that are wanted or not, each beside its prompt with another's answer (labelled.py), with
+    DESIRABLE float32 [rows, seq_len]: 1 on segments whose answer is wanted."""
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        wanted = np.zeros((len(indices), self.seq_len), np.float32)
+        for row, at, start, n in self._placed(indices):
+            wanted[row, at : at + n] = self._shards.scored(start, 1)[0]
+        return super().read(indices) | {DESIRABLE: wanted}
 
 
 def _check_whole(offsets: np.ndarray, images: np.ndarray, seq_len: int) -> None:

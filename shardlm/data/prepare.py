@@ -23,6 +23,7 @@ from shardlm.data import standard_library
 from shardlm.data.chats import conversation, template_of, write_lines
 from shardlm.data.config import DataConfig, OnBadUtf8
 from shardlm.data.corpus import Document, Progress, Source, find_sources, read_documents
+from shardlm.data.labelled import labelled, with_others
 from shardlm.data.preferences import pair
 from shardlm.data.rendering import Chats
 from shardlm.data.shards import FORMAT, FORMAT_WITH_IMAGES, META, TokenShards, is_shards
@@ -182,8 +183,8 @@ def _key(
     content = [FORMAT, tokenizer, config.text_key, config.on_bad_utf8, inputs]
     if config.chat_template:
         content.append(dataclasses.asdict(template_of(config.chat_template)))
-    if config.packing == "pairs":
-        content.append("pairs")
+    if config.packing in ("pairs", "labelled"):
+        content.append(config.packing)
     if config.chat_template and sight is not None:
         # Of images only their names count, which the JSONL has: to look at millions of files takes longer than to open
         # what was made of them. An image that is another one under its old name is not noticed.
@@ -234,18 +235,19 @@ def _open_or_write(
         return TokenShards.open(directory)
     total = sum(source.size for source in what)
     if config.chat_template:
-        of_line = pair if config.packing == "pairs" else conversation
+        of_line = {"pairs": pair, "labelled": labelled}.get(config.packing, conversation)
         return write_lines(
             what,
             Chats(template_of(config.chat_template), tokenizer, sight),
             directory,
             of_line,
             progress=lambda done: progress("rendering chats", done, total),
+            **({"among": with_others} if config.packing == "labelled" else {}),
         )
-    if config.packing == "pairs":
+    if config.packing in ("pairs", "labelled"):
         raise ShardlmError(
-            "data.packing=pairs without data.chat_template: pairs are rendered by the template of the chats that the "
-            "model was tuned on; name its folder or file"
+            f"data.packing={config.packing} without data.chat_template: answers are rendered by the template of "
+            "the chats that the model was tuned on; name its folder or file"
         )
     return write_shards(
         read_documents(what, text_key=config.text_key, on_bad_utf8=config.on_bad_utf8),

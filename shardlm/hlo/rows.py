@@ -45,7 +45,7 @@ _FILES = {
     "mlp": r"layers/mlp|ops/swiglu",
     "moe": r"layers/moe|ops/(expert_dispatch|grouped_matmul|grouped_weights|routing)",
     "norm": r"layers/norm|ops/norm",
-    "head": r"ops/(cross_entropy|preference)|train/preference",
+    "head": r"ops/(cross_entropy|distillation|preference)|train/preference",
     "optimizer": r"optim",
 }
 _KNOWN = [(re.compile(rf"(^|/)shardlm/({files})\.py$"), kind) for kind, files in _FILES.items()]

@@ -65,8 +65,7 @@ class Execution:
     made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
     few_bits   implementation of products with weights in few bits, resolved: "dequantised" or "pallas"
                (ops/grouped_weights.py)
-    handed_out  behind how many of its layers, in order, a decoder whose layers are apart hands its stream out
-               (layers/context.py, HANDED), for what drafts by that
+    handed_out  of a decoder whose layers are apart, behind how many of them its stream is handed out (context.HANDED)
     fused_rows tokens up to which projections are kernels with norm and gate (layers/fused.py), and what is between them
                and pages is one (ops/rotate_write.py); 0: none
     """

@@ -139,7 +139,7 @@ def token_nll(
 def _nll(hidden, head, bias, targets, layout: HeadLayout, chunk_bytes):
     tokens = layout.rules.act.spec("batch", "whole_seq")
     local = functools.partial(_local_nll, layout=layout, chunk_bytes=chunk_bytes)
-    return shard_map(local, in_specs=(*_specs(layout), tokens), out_specs=tokens)(hidden, head, bias, targets)
+    return shard_map(local, in_specs=(*head_specs(layout), tokens), out_specs=tokens)(hidden, head, bias, targets)
 
 
 def _nll_forward(hidden, head, bias, targets, layout, chunk_bytes):
@@ -154,7 +154,7 @@ def _nll_backward(layout, chunk_bytes, kept, cotangent):
 _nll.defvjp(_nll_forward, _nll_backward)
 
 
-def _specs(layout: HeadLayout) -> tuple[jax.sharding.PartitionSpec, ...]:
+def head_specs(layout: HeadLayout) -> tuple[jax.sharding.PartitionSpec, ...]:
     """Of hidden, head and bias."""
     act = layout.rules.act
     return act.spec("batch", "seq", "embed"), layout.rules.rest.spec(*layout.names), act.spec("vocab")
@@ -167,50 +167,58 @@ def _run(hidden, head, bias, targets, weights, layout: HeadLayout, z_loss, chunk
     local = functools.partial(_local, layout=layout, z_loss=z_loss, chunk_bytes=chunk_bytes, with_grads=with_grads)
     return shard_map(
         local,
-        in_specs=(*_specs(layout), tokens, tokens),
-        out_specs=(scalars, _specs(layout) if with_grads else None),
+        in_specs=(*head_specs(layout), tokens, tokens),
+        out_specs=(scalars, head_specs(layout) if with_grads else None),
     )(hidden, head, bias, targets, weights)
 
 
 def _local(hidden, head, bias, targets, weights, *, layout: HeadLayout, z_loss, chunk_bytes, with_grads):
     """One device: gathers its head shard and sequence, loops over chunks, and sends the gradients back home."""
     act = layout.rules.act
-    vocab_axes, token_axes = act.axes("vocab"), act.axes("batch") + act.axes("whole_seq")
-    x, seq_axes = _whole_sequence(hidden, layout)
+    token_axes = act.axes("batch") + act.axes("whole_seq")
+    x, seq_axes = whole_sequence(hidden, layout)
     own = OwnVocab.of(head.astype(hidden.dtype), bias, layout)
     w = own.w
     chunk = functools.partial(_chunk, own=own, z_loss=z_loss, with_grads=with_grads)
-    inputs = _chunks((x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)), w.shape[1], chunk_bytes)
+    inputs = in_chunks((x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)), w.shape[1], chunk_bytes)
     zeros = {"w": jnp.zeros(w.shape, jnp.float32)} | ({} if bias is None else {"bias": jnp.zeros_like(bias)})
     (sums, d_own), d_flat = jax.lax.scan(chunk, (jnp.zeros(2, jnp.float32), zeros if with_grads else None), inputs)
     nll, z = jax.lax.psum(sums, token_axes) if token_axes else sums
     totals = (nll + z, nll, z)
     if not with_grads:
         return totals, None
-    d_x = d_flat.reshape(-1, x.shape[-1])[: targets.size].reshape(x.shape)
+    return totals, sent_home(d_flat, d_own, x, seq_axes, head.dtype, layout)
+
+
+def sent_home(d_flat, d_own, x, seq_axes, dtype, layout: HeadLayout):
+    """(gradient of hidden, of the head in `dtype` where it rests, of the bias or None), from those of the chunks of
+    x [B, T, D], gathered over `seq_axes`, and of this device's "w" and "bias"."""
+    act = layout.rules.act
+    vocab_axes, token_axes = act.axes("vocab"), act.axes("batch") + act.axes("whole_seq")
+    d_x = d_flat.reshape(-1, x.shape[-1])[: math.prod(x.shape[:2])].reshape(x.shape)
     if seq_axes:
         d_x = jax.lax.psum_scatter(d_x, seq_axes, scatter_dimension=1, tiled=True)
     elif vocab_axes:
         d_x = jax.lax.psum(d_x, vocab_axes)
-    d_head = _send_home(d_own["w"].T if layout.vocab_dim == 0 else d_own["w"], layout, token_axes).astype(head.dtype)
+    d_head = _send_home(d_own["w"].T if layout.vocab_dim == 0 else d_own["w"], layout, token_axes).astype(dtype)
     d_bias = d_own.get("bias")
-    return totals, (d_x, d_head, jax.lax.psum(d_bias, token_axes) if bias is not None and token_axes else d_bias)
+    return d_x, d_head, jax.lax.psum(d_bias, token_axes) if d_bias is not None and token_axes else d_bias
 
 
 def _local_nll(hidden, head, bias, targets, *, layout: HeadLayout, chunk_bytes):
     """One device's tokens; where the vocabulary is split, each of its devices gets the same sums."""
-    x, _ = _whole_sequence(hidden, layout)
+    x, _ = whole_sequence(hidden, layout)
     own = OwnVocab.of(head.astype(hidden.dtype), bias, layout)
 
     def chunk(_, inputs):
         found = own.softmax(*inputs)
         return None, found.lse - found.at_target
 
-    inputs = _chunks((x.reshape(-1, x.shape[-1]), targets.reshape(-1)), own.w.shape[1], chunk_bytes)
+    inputs = in_chunks((x.reshape(-1, x.shape[-1]), targets.reshape(-1)), own.w.shape[1], chunk_bytes)
     return jax.lax.scan(chunk, None, inputs)[1].reshape(-1)[: targets.size].reshape(targets.shape)
 
 
-def _whole_sequence(hidden, layout: HeadLayout):
+def whole_sequence(hidden, layout: HeadLayout):
     """(hidden with the sequence gathered that is split between blocks alone, the axes it was gathered over)."""
     act = layout.rules.act
     axes = tuple(a for a in act.axes("seq") if a not in act.axes("whole_seq"))
@@ -257,10 +265,14 @@ class OwnVocab:
         w = w.T if layout.vocab_dim == 0 else w
         return cls(w, bias, jax.lax.axis_index(axes) * w.shape[1] if axes else 0, axes, layout.logits)
 
+    def logits(self, x: jax.Array) -> jax.Array:
+        """x [n, D] -> this device's, float32 [n, v]."""
+        products = jnp.einsum("nd,dv->nv", x, self.w, preferred_element_type=jnp.float32)
+        return shaped(products if self.bias is None else products + self.bias, self.config)
+
     def softmax(self, x: jax.Array, target: jax.Array) -> Softmax:
         """x [n, D], target int32 [n]."""
-        products = jnp.einsum("nd,dv->nv", x, self.w, preferred_element_type=jnp.float32)
-        logits = shaped(products if self.bias is None else products + self.bias, self.config)
+        logits = self.logits(x)
         largest = logits.max(axis=-1)
         largest = jax.lax.pmax(largest, self.axes) if self.axes else largest
         exp = jnp.exp(logits - largest[:, None])
@@ -289,7 +301,7 @@ def _chunk(carry, inputs, *, own: OwnVocab, z_loss, with_grads):
     return (sums, {"w": d_w} | d_bias), jnp.einsum("nv,dv->nd", d_products, own.w)
 
 
-def _chunks(arrays, vocab: int, chunk_bytes: int):
+def in_chunks(arrays, vocab: int, chunk_bytes: int):
     """Each [n, ...] -> [chunks, ceil(n / chunks), ...], padded with zeros, which weigh nothing: so many that the logits
     of one over `vocab` tokens take `chunk_bytes` at most."""
     tokens = arrays[0].shape[0]

@@ -24,6 +24,7 @@ from shardlm.plan import (
     streams,
 )
 from shardlm.plan.activations import kept, layer
+from shardlm.plan.beside import forward_ops, turned_rows
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import newton_schulz
 from shardlm.plan.op import Layer, Op
@@ -49,6 +50,9 @@ def of_layers(sketch: Sketch, ours: bool = True) -> Iterator[Op]:
         yield from _made_anew(sketch)
     else:
         yield from found
+    if beside := sketch.beside:
+        yield from forward_ops((*_layers(beside, ours), *_head(beside, ours), *_made_anew(beside)))
+        yield from turned_rows(beside)
 
 
 def frozen(ops: Iterable[Op]) -> Iterator[Op]:
@@ -310,21 +314,23 @@ def experts_gathered(sketch: Sketch) -> bool:
 
 
 def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:
-    """Cross-entropy makes its gradients as it goes: three matmuls, and none again (ops/cross_entropy.py)."""
+    """Cross-entropy makes its gradients as it goes: three matmuls, and none again (ops/cross_entropy.py), but where
+    these follow from the losses of tokens."""
     shape, mesh = sketch.shape, sketch.mesh
     V, D, tokens = shape.vocab_size / mesh.tensor, shape.embed_dim, sketch.tokens
     heads = 1 + (shape.mtp.depth if shape.mtp else 0)
     run = _Run.outside(sketch, "", heads, len(shape.segments))
     moved = sketch.itemsize * (tokens * D + V * D) + 4 * tokens * V
+    again = run.passes if sketch.config.preference.beta or sketch.config.grpo.reward else 0
     yield Op(
         "head",
         "logits and loss",
         "matmul",
         2.0 * tokens * V * D,
         moved,
-        3 * run.passes,
+        3 * run.passes + again,
         run.passes,
-        0,
+        again,
         (tokens, V, D),
         dtype=attention.dtype(sketch),
         in_stages=run.idle > 1,

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from shardlm.flops import attention_pairs, training_flops
+from shardlm.flops import attention_pairs, forward_flops, training_flops
 from shardlm.plan import limits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster, Group
@@ -186,7 +186,8 @@ class Layers:
     def by_rest(sketch: Sketch) -> tuple:
         """What of where weights rest layers go by: where this and the inner axes are the same, they are."""
         mixed = any(block.mlp.num_experts for block in sketch.shape.kinds)
-        return (*sent_by_rest(sketch), mixed and experts_gathered(sketch))
+        beside = Layers.by_rest(sketch.beside) if sketch.beside else ()
+        return (*sent_by_rest(sketch), mixed and experts_gathered(sketch), *beside)
 
     def timed(self, sketch: Sketch, cluster: Cluster) -> list[Timed]:
         """What is sent: on meshes whose axes lie alike over hosts it takes as long."""
@@ -261,7 +262,8 @@ def _summed(
         timeline=timeline,
         bubble_seconds=staged * bubble / (1 - bubble),
         staged_seconds=staged,
-        model_flops=_model_flops(sketch.shape, train.global_batch, train.seq_len, sketch.config.lora.rank > 0),
+        model_flops=_model_flops(sketch.shape, train.global_batch, train.seq_len, sketch.config.lora.rank > 0)
+        + (_forward_flops(sketch.beside.shape, train.global_batch, train.seq_len) if sketch.beside else 0),
         tokens=train.global_batch * train.seq_len,
         faster_matmul=_faster_matmul(sketch, cluster),
     )
@@ -337,6 +339,12 @@ def kernel_seconds(ops: Iterable[Op], kernels: Kernels) -> float:
 def _model_flops(shape, rows: int, length: int, frozen: bool) -> float:
     macs = shape.attention_macs(rows * attention_pairs([length]), rows * length)
     return training_flops(shape.parameters_per_token(), rows * length, macs, frozen=frozen)
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_flops(shape, rows: int, length: int) -> float:
+    macs = shape.attention_macs(rows * attention_pairs([length]), rows * length)
+    return forward_flops(shape.parameters_per_token(), rows * length, macs)
 
 
 def _in_stages(sent: Sent) -> bool:

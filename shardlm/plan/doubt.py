@@ -73,7 +73,11 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "weights rounded to what will be served (matmul=W4A16 and so on) were compared in one dense model over fsdp "
         "with remat=full alone (3 compiled programs)": config.matmul in SCHEMES
         and (_other_than(sketch) or any(block.mlp.num_experts for block in shape.kinds)),
-        "preference training was not compared": config.preference.beta > 0,
+        "preference training without a reference, or on single answers, was not compared": (
+            config.preference.beta > 0 and (not config.preference.compares or config.preference.loss == "kto")
+        ),
+        "a forward pass beside the model that is trained was compared with dense Llamas and remat=full over fsdp, "
+        "tensor and context alone, of adapters on 16 bits": _beside_otherwise(sketch),
         "training on rewards was not compared, and the seconds are without sampling": bool(config.grpo.reward),
         "modules that predict further tokens were not compared": shape.mtp is not None,
         "steps with compressed exchanges were not compared": exchanged,
@@ -82,6 +86,18 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _beside_otherwise(sketch: Sketch) -> bool:
+    """Of a reference that preferences are compared with, and of a teacher."""
+    config, other = sketch.config, sketch.beside
+    if other is None or config.grpo.reward:
+        return False
+    plain = config.remat == "full" and config.lora.base == "dtype" and config.unroll == 1 and sketch.mesh.data == 1
+    alike = all(
+        not block.mlp.num_experts and block.norms == "pre" for block in (*sketch.shape.kinds, *other.shape.kinds)
+    )
+    return not (plain and alike) or sketch.shape.remembers or other.shape.remembers
 
 
 def _of_other_layers(sketch: Sketch) -> dict[str, bool]:

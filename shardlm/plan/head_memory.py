@@ -25,6 +25,7 @@ def at_head(sketch: Sketch, parts: Parts) -> Kinds:
     found = {
         "head": sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim * many,
         "logits": logits / chunks * (size if chunks > 1 else size + WIDE),
+        **_of_teacher(sketch),
     }
     if stages:
         # XLA's scheduler makes the zeros that a stage's gradients are added to during the last exchange before its
@@ -52,6 +53,15 @@ def at_head(sketch: Sketch, parts: Parts) -> Kinds:
         "streams": (5 + 3.5 * ahead + 3.5 * both) * one.stream,
         "weights in use": max(0.8 * parts.largest, turned) * ahead,
     }
+
+
+def _of_teacher(sketch: Sketch) -> Kinds:
+    """A teacher's head in the compute type, and what it reads."""
+    if not sketch.config.distill.teacher:
+        return {}
+    teacher, size = sketch.beside, itemsize(sketch)
+    numbers = teacher.shape.vocab_size / teacher.mesh.tensor + teacher.tokens
+    return {"teacher": numbers * teacher.shape.embed_dim * size}
 
 
 def zeros_behind(sketch: Sketch, parts: Parts) -> float:
@@ -90,9 +100,10 @@ def at_once(sketch: Sketch) -> float:
 
 
 def logits_of(sketch: Sketch) -> tuple[float, int]:
-    """How many a device has at the head, and in how many chunks."""
+    """How many a device has at the head, and in how many chunks, in which those of a teacher are too."""
     logits = sketch.tokens * at_once(sketch) * sketch.shape.vocab_size / sketch.mesh.tensor
-    return logits, math.ceil(logits * WIDE / CHUNK_BYTES)
+    both = 2 if sketch.config.distill.teacher else 1
+    return logits, math.ceil(both * logits * WIDE / CHUNK_BYTES)
 
 
 def waiting(sketch: Sketch, head: float) -> Kinds:

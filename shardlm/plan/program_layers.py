@@ -15,6 +15,7 @@ from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
 from shardlm.plan import sparse_attention as choosing
+from shardlm.plan.beside import forward_activations
 from shardlm.plan.compressed_attention import chooser_of, numbers
 from shardlm.plan.short_convs import tokens_before
 from shardlm.plan.sketch import Sketch
@@ -35,6 +36,7 @@ from shardlm.train.replicas import apart
 
 EXCHANGE = "all-to-all"
 WIDE = 4  # bytes of a float32
+SEQUENCE, LOOKUP = "the head's sequence: gathers", "the lookup: sums"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Runs:
     whole: bool
 
 
-def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
+def runs_of(sketch: Sketch, forward: int = 1) -> Iterator[tuple[BlockConfig, Runs]]:
     """Of each block of each segment, and of modules that predict further tokens."""
     shape, mesh, schedule = sketch.shape, sketch.mesh, sketch.schedule
     again = 0 if sketch.config.remat == "none" else 1
@@ -67,14 +69,14 @@ def runs_of(sketch: Sketch) -> Iterator[tuple[BlockConfig, Runs]]:
     for number, segment in enumerate(shape.segments):
         if mesh.pipeline > 1 and number == shape.pipelined_segment():
             ticks, bubble = schedule.ticks, schedule.bubble_fraction()
-            runs = Runs(ticks * schedule.slots, 1, bubble, *how)
+            runs = Runs(ticks * schedule.slots, forward, bubble, *how)
         else:
             ahead = both_ways and number < shape.pipelined_segment()
-            runs = Runs(outside * segment.repeats, 1 + ahead, idle, *how)
+            runs = Runs(outside * segment.repeats, forward + ahead, idle, *how)
         for block in segment.pattern:
             yield block, runs
     for _ in range(shape.mtp.depth if shape.mtp else 0):
-        yield shape.mtp.block, Runs(outside, 1, idle, *how)
+        yield shape.mtp.block, Runs(outside, forward, idle, *how)
 
 
 def summed_once(sketch: Sketch) -> set[str]:
@@ -86,6 +88,14 @@ def summed_once(sketch: Sketch) -> set[str]:
 
 def activations(sketch: Sketch) -> Iterator[Sent]:
     """Of all layers, the embedding and the head."""
+    yield from _trained(sketch)
+    if beside := sketch.beside:
+        yield from (sent for sent in _embedding(beside, False) if sent.why in (SEQUENCE, LOOKUP))
+        yield from forward_activations(_trained(beside), _trained(beside, 2))
+
+
+def _trained(sketch: Sketch, forward: int = 1) -> Iterator[Sent]:
+    """With so many forward passes of layers."""
     mesh = sketch.mesh
     if mesh.pipeline > 1:
         yield _between_stages(sketch)
@@ -94,7 +104,7 @@ def activations(sketch: Sketch) -> Iterator[Sent]:
     for sent in _embedding(sketch, both_ways):
         yield idling(sent, 1 - sketch.passes / sketch.schedule.ticks if both_ways else 0.0)
     made: dict[tuple[BlockConfig, Runs], list[Sent]] = {}  # of layers that are alike
-    for block, runs in runs_of(sketch):
+    for block, runs in runs_of(sketch, forward):
         if (block, runs) not in made:
             made[block, runs] = [idling(sent, runs.idle) for sent in _layer(sketch, block, runs)]
         yield from made[block, runs]
@@ -151,14 +161,14 @@ def _embedding(sketch: Sketch, both_ways: bool) -> Iterator[Sent]:
     part = stream_bytes(sketch) * share(mesh.tensor)
     manual = both_ways or apart(sketch.config)
     if mesh.tensor > 1:
-        yield Sent(tensor, "the head's sequence: gathers", part * passes, GATHER, passes)
+        yield Sent(tensor, SEQUENCE, part * passes, GATHER, passes)
         yield Sent(tensor, "the head's sequence: scatters", part * passes, SCATTER, passes)
     if mesh.tensor > 1 and not manual:
         yield Sent(tensor, "the lookup: gathers", part * passes, GATHER, passes)
         # What is found is scaled, or positions are added, before it is split: XLA sums it whole.
         whole = shape.embed_scale != 1 or shape.max_positions > 0
         found = 2 * part * passes, REDUCE
-        yield Sent(tensor, "the lookup: sums", *(found if whole else (part * passes, SCATTER)), passes)
+        yield Sent(tensor, LOOKUP, *(found if whole else (part * passes, SCATTER)), passes)
         if shape.inputs:  # rows of a table that is split by tokens
             rows = sketch.tokens * shape.num_layers * shape.inputs.dim * sketch.itemsize * share(mesh.tensor) * passes
             yield Sent(tensor, "layers' inputs", rows, SCATTER, passes)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from shardlm.plan.beside import forward_weights
 from shardlm.plan.changed import changed
 from shardlm.plan.muon import muon_traffic
 from shardlm.plan.program_layers import activations, summed_once
@@ -43,6 +44,9 @@ def weights_traffic(sketch: Sketch, moved: Iterable["Moved"] | None = None) -> l
     """Weights, their gradients and what the optimizer exchanges, whatever the forward pass keeps; `moved` are the
     weights, where they are known already."""
     found = [*_weights(sketch, moved_of(sketch) if moved is None else moved), *muon_traffic(sketch)]
+    if beside := sketch.beside:
+        gathers = (sent for one in moved_of(beside) for sent in _of_all(beside, one) if sent.kind == GATHER)
+        found += forward_weights(gathers)
     return [sent for sent in found if sent.nbytes and sent.axes]
 
 

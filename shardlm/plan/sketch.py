@@ -24,7 +24,7 @@ from shardlm.ops.schemes import SCHEMES
 from shardlm.plan.spread import Spread, Weights, spread
 from shardlm.rules import BATCH_AXES, Rules, Table
 from shardlm.state import ModelDef
-from shardlm.train.config import RunConfig
+from shardlm.train.config import GrpoConfig, PreferenceConfig, RunConfig
 from shardlm.train.settled import Settled, settle
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ class Sketch:
     weights    all parameters, trained or not
     gpus_per_host  of the hosts over which the mesh lies
     images     of each row; None: rows have none
+    beside     of a run that would train the model whose forward pass stands beside this one's (beside.py); None: none
     made       what it came to whatever a GPU's rates and memory are, by the function that made it
     """
 
@@ -140,6 +141,7 @@ class Sketch:
     weights: tuple[Weight, ...]
     gpus_per_host: int = 8
     images: "RowImages | None" = None
+    beside: "Sketch | None" = None
     made: dict[Callable, Any] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
@@ -148,7 +150,12 @@ class Sketch:
         settled = settle(config, config.mesh, Described.of(gpu), traced=False)
         refuse(settled.shape, config.train.seq_len, config.mesh)
         made = settled.shape, settled.rules, settled.execution, _weights(settled)
-        return cls(config, gpu, *made, gpus_per_host, images)
+        other = _beside(settled)
+        if other:
+            refuse(other.shape, config.train.seq_len, config.mesh)
+            own = other.shape, other.rules, other.execution, _weights(other)
+            other = cls(other.config, gpu, *own, gpus_per_host)
+        return cls(config, gpu, *made, gpus_per_host, images, other)
 
     def on(self, gpu: Gpu, gpus_per_host: int) -> "Sketch":
         """The same on a GPU that has the same programs, and what it came to with it."""
@@ -248,6 +255,16 @@ class Described:
 
     def addressable_memories(self) -> list[Any]:
         return []
+
+
+def _beside(settled: Settled) -> Settled | None:
+    """What would train the teacher, or the checkpoint that the run is compared with, all of it."""
+    config = settled.config
+    if settled.teacher or not (config.preference.compares or config.grpo.beta):
+        return settled.teacher
+    alone = {"lora": LoraConfig(), "preference": PreferenceConfig(), "grpo": GrpoConfig()}
+    execution = dataclasses.replace(settled.execution, lora=LoraConfig())
+    return dataclasses.replace(settled, config=dataclasses.replace(config, **alone), execution=execution)
 
 
 def _weights(settled: Settled) -> tuple[Weight, ...]:

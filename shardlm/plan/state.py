@@ -15,6 +15,7 @@ from shardlm.plan.spread import Spread
 from shardlm.rules import Table
 from shardlm.train import powersgd
 from shardlm.train.config import SlowLinkConfig
+from shardlm.train.kto import Prospect
 from shardlm.train.policy import Policy
 from shardlm.train.replicas import apart, shares
 
@@ -28,7 +29,7 @@ class State:
     """What rests between steps, in bytes of one device; the batch with it.
 
     weights    trained, float32
-    frozen     that no step changes: under adapters, or of preference training's reference
+    frozen     that no step changes: under adapters, of preference training's reference, or of a teacher
     optimizer  its moments
     average    of the weights (optim.ema_decay)
     replicas   what replicas behind a slow link keep of their own
@@ -141,13 +142,15 @@ def _factored(weight: Weight, table: Table) -> int:
 
 
 def _frozen(sketch: Sketch) -> int:
-    """Under adapters all else, as it is held; of preference training, and of that on rewards with a beta, the
-    checkpoint's weights in the compute dtype."""
+    """Under adapters all else, as it is held; in the compute dtype a teacher's weights, and the checkpoint's of
+    preference training and of that on rewards with a beta, but for what adapters stand on."""
     table = sketch.rules.rest
     frozen = [weight for weight in sketch.weights if not weight.trained]
-    if not frozen and (sketch.config.preference.beta or sketch.config.grpo.beta):
-        return sum(weight.numbers(table) * _held_bytes(weight, sketch) for weight in sketch.weights)
-    return sum(weight.numbers(table) * weight.itemsize for weight in frozen)
+    nbytes = sum(weight.numbers(table) * weight.itemsize for weight in frozen)
+    if sketch.beside and (sketch.config.distill.teacher or not frozen):
+        one = sketch.beside
+        nbytes += sum(weight.numbers(one.rules.rest) * _held_bytes(weight, one) for weight in one.weights)
+    return nbytes
 
 
 def _held_bytes(weight: Weight, sketch: Sketch) -> int:
@@ -187,5 +190,7 @@ def _batch(sketch: Sketch) -> int:
     counts = shares(train, sketch.mesh.data)
     rows = len(counts) * (max(counts) * train.global_batch // sum(counts))  # as batches.slots places them
     split = sketch.mesh.size(*act.axes("batch"), *act.axes("whole_seq"))
-    arrays = BATCH_ARRAYS + (len(Policy.columns) if sketch.config.grpo.reward else 0)
+    labelled = sketch.config.preference.loss == "kto"
+    columns = Policy.columns if sketch.config.grpo.reward else Prospect.columns if labelled else ()
+    arrays = BATCH_ARRAYS + len(columns)
     return arrays * 4 * rows * train.seq_len // split

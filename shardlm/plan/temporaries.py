@@ -51,6 +51,8 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     for own in filter(None, (linear_memory.at_work(sketch, parts), compressed_memory.at_work(sketch, parts))):
         moments.append(_joined(always, own, _around(sketch, parts)))
     moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
+    if sketch.beside:
+        moments.append(_joined(always, _beside(sketch.beside), {"gradients": -parts.resting}))
     if not sketch.loops and sketch.mesh.pipeline == 1:
         moments.append(_joined(always, _in_layers(sketch, parts), _at_first_layer(sketch, parts)))
     fullest = max(moments, key=_total)
@@ -58,6 +60,14 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or not before:
         return fullest, 0
     return fullest, min(before, _total(fullest) - max(map(_total, moments[1:])))
+
+
+def _beside(other: Sketch) -> Kinds:
+    """In the forward pass of a teacher or a reference: weights of a layer and of the next one, and what its MLP reads
+    and makes."""
+    parts = Parts.of(other)
+    widest = max((one for pattern in parts.layers for one in pattern), key=lambda one: one.hidden)
+    return {"teacher": (1 + parts.gathers) * parts.largest + 3 * widest.hidden + 3 * widest.stream}
 
 
 def _at_first_layer(sketch: Sketch, parts: Parts) -> Kinds:

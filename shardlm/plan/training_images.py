@@ -58,7 +58,7 @@ class RowImages:
         numbers = self.seen.width * train.global_batch * train.seq_len // (ways * mesh.size(*act.axes("whole_seq")))
         images = math.ceil(train.global_batch / ways * self.count / (mesh.size(*mesh.sizes()) // ways))
         learns = train.encoder != "frozen"
-        compares = learns and sketch.config.preference.beta > 0  # with the checkpoint's own encoder, and what that saw
+        compares = learns and sketch.config.preference.compares  # with the checkpoint's own encoder, and what that saw
         seconds = (PASSES[train.encoder] + compares) * images * _seconds(self.image, sketch.gpu)
         learned = _learned_bytes(sketch, self.seen) if learns else 0
         weights, vectors = (1 + compares) * self.seen.parameters, (1 + learns + compares) * numbers

@@ -11,6 +11,7 @@ from shardlm.layers.stack import Remat
 from shardlm.mesh import MeshSpec
 from shardlm.metrics.trackers import TrackerName
 from shardlm.ops.attention import ContextAttention, Implementation
+from shardlm.ops.distillation import Divergence, Kind
 from shardlm.ops.quantized_matmul import Matmul
 from shardlm.optim import OptimConfig
 from shardlm.precision import Precision
@@ -19,6 +20,7 @@ from shardlm.train.compression import Compression
 from shardlm.vision.parts import EncoderPart
 
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo"]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "kto"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +134,28 @@ class LocalSgdConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
-    """Direct preference optimisation of a checkpoint (train/preference.py), on pairs (data.packing).
+    """Training of a checkpoint on preferences (train/preference.py), on pairs or, by kto, on answers that are wanted or
+    not (data.packing).
 
-    beta             how strongly the model is held to the checkpoint: 0.1 is common; 0: training on next tokens
-    label_smoothing  probability that a pair's label is wrong (conservative DPO)
-    sft_weight       of the chosen answer's loss a token, added to the pair's (https://arxiv.org/abs/2404.19733)
+    beta             how strongly the model is held to the checkpoint: 0.1 is common; 0: training on next tokens. Of
+                     simpo and orpo, which hold it to nothing, the weight of what is preferred: 2 and 0.1 are common
+    loss             of a pair, by TRL's names (ops/preference.py): "sigmoid" (DPO), "ipo", "hinge" (SLiC), without a
+                     reference "simpo" and "orpo"; and of single answers "kto" (kto.py)
+    gamma            margin that simpo asks for between the rewards of both answers
+    label_smoothing  probability that a pair's label is wrong (conservative DPO); of sigmoid and simpo
+    sft_weight       of the chosen answer's loss a token, added to the pair's (https://arxiv.org/abs/2404.19733); orpo
+                     has its own
+    desirable_weight, undesirable_weight  of kto, of the losses of answers that are wanted and of others: where there
+                     are more of the one, the other may weigh more
     """
 
     beta: float = 0.0
+    loss: PreferenceLoss = "sigmoid"
+    gamma: float = 0.5
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     def __post_init__(self):
         values = f"beta={self.beta}, label_smoothing={self.label_smoothing}, sft_weight={self.sft_weight}"
@@ -149,8 +163,42 @@ class PreferenceConfig:
             raise ShardlmError(
                 f"preference.{values}: beta and sft_weight are at least 0, label_smoothing at least 0 and below 0.5"
             )
-        if not self.beta and (self.label_smoothing or self.sft_weight):
-            raise ShardlmError(f"preference.{values}: without beta the others mean nothing; set beta, or both to 0")
+        others = self.loss != "sigmoid" or self.gamma != PreferenceConfig.gamma
+        if not self.beta and (others or self.label_smoothing or self.sft_weight):
+            raise ShardlmError(
+                f"preference.loss={self.loss}, gamma={self.gamma}, {values}: without beta the others mean nothing; set "
+                "beta, or leave the others as they are"
+            )
+        self._check_meaning()
+
+    def _check_meaning(self) -> None:
+        if self.gamma < 0 or (self.gamma != PreferenceConfig.gamma and self.loss != "simpo"):
+            raise ShardlmError(
+                f"preference.gamma={self.gamma} with preference.loss={self.loss}: it is simpo's margin, at least 0; "
+                f"leave it at {PreferenceConfig.gamma} with other losses"
+            )
+        if self.label_smoothing and self.loss not in ("sigmoid", "simpo"):
+            raise ShardlmError(
+                f"preference.label_smoothing={self.label_smoothing} with preference.loss={self.loss}: it means "
+                "something for sigmoid and simpo; set it to 0"
+            )
+        if self.sft_weight and self.loss in ("orpo", "kto"):
+            why = "has no pairs" if self.loss == "kto" else "has the chosen answer's loss in it, against beta's"
+            raise ShardlmError(
+                f"preference.sft_weight={self.sft_weight} with preference.loss={self.loss}, which {why}; set "
+                "sft_weight to 0"
+            )
+        weights = self.desirable_weight, self.undesirable_weight
+        if min(weights) < 0 or not any(weights) or (weights != (1, 1) and self.loss != "kto"):
+            raise ShardlmError(
+                f"preference.desirable_weight={weights[0]}, undesirable_weight={weights[1]} with preference.loss="
+                f"{self.loss}: they are kto's, at least 0 and not both 0; leave them at 1 with other losses"
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares the model with the checkpoint as it was, which is held for it."""
+        return self.beta > 0 and self.loss not in ("simpo", "orpo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +244,47 @@ class GrpoConfig:
                 f"grpo.beta={self.beta}, clip_low={self.clip_low}, clip_high={self.clip_high}, "
                 f"kv_cache_gib={self.kv_cache_gib}: beta is at least 0, clip_low between 0 and 1, the others above 0"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Learning from a larger checkpoint beside the data: token by token, where the data's loss counts, from its
+    distribution over the whole vocabulary (train/distill.py).
+
+    teacher      its folder, of a model with the same tokenizer and vocabulary; "": none
+    weight       of the teacher's loss; that of the data weighs 1 - weight
+    temperature  that both models' logits are divided by for the teacher's loss, which is not multiplied by its square
+    kind         of that loss: "forward_kl", "reverse_kl" or "jsd" (ops/distillation.py, as TRL's GKD)
+    beta         of jsd: the teacher's part in what both are compared with
+    """
+
+    teacher: str = ""
+    weight: float = 0.5
+    temperature: float = 1.0
+    kind: Kind = "forward_kl"
+    beta: float = 0.5
+
+    def __post_init__(self):
+        if not 0 < self.weight <= 1 or self.temperature <= 0 or not 0 < self.beta < 1:
+            raise ShardlmError(
+                f"distill.weight={self.weight}, temperature={self.temperature}, beta={self.beta}: weight is above 0 "
+                "and at most 1, temperature above 0, beta between 0 and 1 (at its ends jsd is nothing: those are "
+                "kind=forward_kl and reverse_kl)"
+            )
+        if self.beta != DistillConfig.beta and self.kind != "jsd":
+            raise ShardlmError(
+                f"distill.beta={self.beta} with distill.kind={self.kind}: it is of jsd; leave it at "
+                f"{DistillConfig.beta}"
+            )
+        if not self.teacher and (self.weight, self.temperature, self.kind) != (0.5, 1.0, "forward_kl"):
+            raise ShardlmError(
+                f"distill.weight={self.weight}, temperature={self.temperature}, kind={self.kind}, beta={self.beta} "
+                "without distill.teacher mean nothing; name its folder, or leave them as they are"
+            )
+
+    @property
+    def divergence(self) -> Divergence:
+        return Divergence(self.kind, self.temperature, self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +340,7 @@ class RunConfig:
     lora         adapters that are trained instead of the weights
     preference   training on pairs of answers instead of next tokens
     grpo         training on rewards of the model's own replies
+    distill      a teacher beside the data
     offload      what rests in host memory
     pipeline     schedule of mesh.pipeline's stages
     slow_link    compression of what crosses mesh.data
@@ -276,6 +366,7 @@ class RunConfig:
     lora: LoraConfig = LoraConfig()
     preference: PreferenceConfig = PreferenceConfig()
     grpo: GrpoConfig = GrpoConfig()
+    distill: DistillConfig = DistillConfig()
     offload: OffloadConfig = OffloadConfig()
     pipeline: PipelineConfig = PipelineConfig()
     unroll: int = 1

@@ -231,8 +231,15 @@ class Run:
         model = self.program.model.config
         macs = model.attention_macs(values["attention_pairs"], values["tokens"])
         args, config = (model.parameters_per_token(), values["tokens"], macs), self.program.config
-        reference = forward_flops(*args) if config.preference.beta or config.grpo.beta else 0
-        return training_flops(*args, frozen=config.lora.rank > 0) + reference
+        reference = forward_flops(*args) if config.preference.compares or config.grpo.beta else 0
+        return training_flops(*args, frozen=config.lora.rank > 0) + reference + self._teachers_flops(values)
+
+    def _teachers_flops(self, values: dict[str, float]) -> float:
+        if not self.program.teacher:
+            return 0
+        teacher = self.program.teacher.config
+        macs = teacher.attention_macs(values["attention_pairs"], values["tokens"])
+        return forward_flops(teacher.parameters_per_token(), values["tokens"], macs)
 
     def _last_good(self) -> str:
         latest = self.checkpoints.latest()

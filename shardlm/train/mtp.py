@@ -73,8 +73,9 @@ def check_mtp(config: RunConfig, model: Any) -> None:
     if not model.mtp:
         return
     what = f"the model has {model.mtp.depth} modules that predict further tokens"
-    if config.preference.beta or config.grpo.reward:
+    if config.preference.beta or config.grpo.reward or config.distill.teacher:
         given = f"preference.beta={config.preference.beta}" if config.preference.beta else "grpo.reward"
+        given = "distill.teacher" if config.distill.teacher else given
         raise ShardlmError(
             f"{what}, and {given} does not train them: leave them out (model.mtp=False), or "
             "train adapters by lora.rank, which leave them as they are"

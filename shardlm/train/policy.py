@@ -136,7 +136,7 @@ def check_policy(config: RunConfig) -> None:
             f"{what} with lora.base={config.lora.base}: the weights that sample are those that adapters stand on with "
             "them added; set lora.base to dtype"
         )
-    if train.z_loss or train.baselines or config.data.packing == "pairs":
+    if train.z_loss or train.baselines or config.data.packing in ("pairs", "labelled"):
         raise ShardlmError(
             f"{what} with train.z_loss={train.z_loss}, train.baselines={train.baselines} and data.packing="
             f"{config.data.packing}: these are of other objectives; set train.z_loss to 0, train.baselines to False "

@@ -22,7 +22,7 @@ from shardlm.ops.cudnn_heads import traced_for
 from shardlm.optim import ENCODER, check_moments, make_optimizer, make_schedule
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
-from shardlm.state import ModelDef, TrainState, at_rest, make_state
+from shardlm.state import TEACHER, ModelDef, TrainState, at_rest, make_state
 from shardlm.train import offload
 from shardlm.train.batches import slots, to_devices
 from shardlm.train.config import OffloadConfig, RunConfig
@@ -68,7 +68,7 @@ class Program:
             check_moments(config.optim.moments, model.names, model.shapes, settled.rules.optimizer)
             tx = make_optimizer(config.optim, config.train.steps, model.names)
             rate = make_schedule(config.optim, config.train.steps)
-            objective = objective_of(config, model)
+            objective = objective_of(settled, model)
             strategy = choose_strategy(config, model, tx, rate, _step_config(config, spec, objective))
         return cls(config, mesh, settled.rules, model, tx, objective, strategy, model)
 
@@ -78,7 +78,7 @@ class Program:
         check_images(config, self.model.config, sight, self.model.execution.context_attention)
         shape, width = (len(self.slots), config.train.seq_len), self.model.config.embed_dim
         how = self.batch_sharding, shape, width, self.model.execution.dtype, config.train.encoder, self.rules
-        seeing = Seeing.make(sight, *how, compares=config.preference.beta > 0)
+        seeing = Seeing.make(sight, *how, compares=config.preference.compares)
         if not seeing.learned:
             return dataclasses.replace(self, seeing=seeing)
         with jax.set_mesh(self.mesh):
@@ -153,15 +153,24 @@ class Program:
 
     def frozen_shapes(self) -> Any:
         """Of `TrainState.frozen`, at rest: the weights that adapters stand on, or those that preferences and rewarded
-        replies are measured from; None where there are none."""
-        if self.config.lora.rank or self.config.preference.beta or self.config.grpo.beta:
-            return self.model.held_at_rest(self.mesh)
-        return None
+        replies are measured from, and a teacher's; None where there are none."""
+        config = self.config
+        compared = config.preference.compares or config.grpo.beta
+        own = self.model.held_at_rest(self.mesh) if config.lora.rank or compared else None
+        return {**(own or {}), TEACHER: self.teacher.held_at_rest(self.mesh)} if self.teacher else own
+
+    @property
+    def teacher(self) -> ModelDef | None:
+        """The model that the run learns from."""
+        return getattr(self.objective, "teacher", None)
 
     def frozen(self) -> Any:
-        """`TrainState.frozen`, read from the checkpoint that config.model names."""
+        """`TrainState.frozen`, read from the checkpoints that config.model and config.distill name."""
         shapes = self.frozen_shapes()
-        return None if shapes is None else self._read(shapes)
+        if not self.teacher:
+            return None if shapes is None else self._read(shapes)
+        taught = self._read(shapes.pop(TEACHER), self.teacher, self.config.distill.teacher)
+        return {**(self._read(shapes) if shapes else {}), TEACHER: taught}
 
     def pretrained(self) -> Any:
         """The trained parameters of the checkpoint that config.model names, in float32; None for those that begin anew,
@@ -178,11 +187,11 @@ class Program:
     def _learns(self) -> bool:
         return bool(self.seeing and self.seeing.learned)
 
-    def _read(self, shapes: Any) -> Any:
-        """Parameters of config.model's checkpoint, each device reading its own."""
-        folder = Folder.open(self.config.model.folder)
-        with jax.set_mesh(self.mesh), bytes_bar("reading weights", jax.process_index() == 0) as progress:
-            return weights.load(self.model, folder, shapes, progress)
+    def _read(self, shapes: Any, model: ModelDef | None = None, folder: str = "") -> Any:
+        """Parameters of config.model's checkpoint, or of another model in its folder, each device reading its own."""
+        opened, what = Folder.open(folder or self.config.model.folder), "the teacher's weights" if model else "weights"
+        with jax.set_mesh(self.mesh), bytes_bar(f"reading {what}", jax.process_index() == 0) as progress:
+            return weights.load(model or self.model, opened, shapes, progress)
 
     def lower_step(self) -> jax.stages.Lowered:
         """(state, batch) -> (state, metrics), the state donated: of the strategy's programs the one run most."""

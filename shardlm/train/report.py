@@ -21,7 +21,7 @@ from shardlm.metrics.curves import plot_curves
 from shardlm.metrics.log import BY_SOURCE
 from shardlm.ops.weight_format import AsPublished
 from shardlm.run_files import CHECKPOINTS
-from shardlm.state import TrainState
+from shardlm.state import TEACHER, TrainState
 from shardlm.train.offload import saving
 from shardlm.train.program import Program
 
@@ -127,11 +127,26 @@ def of_texts(program: Program, data: Prepared, loader: Loader) -> list[str]:
         lines.append(_of_images(program))
     if config.preference.beta:
         pairs, held_out = (shards.num_documents // 2 for shards in (data.train, data.validation))
+        held = reference(program) if config.preference.compares else "no reference"
         lines.append(
-            f"preferences: {pairs:,} pairs to train on, {held_out:,} to validate; beta {config.preference.beta}, "
-            f"{reference(program)}"
+            f"preferences: {pairs:,} {program.objective.counted} to train on, {held_out:,} to validate; "
+            f"{config.preference.loss}, beta {config.preference.beta}, {held}"
         )
+    if program.teacher:
+        lines.append(_of_teacher(program))
     return lines
+
+
+def _of_teacher(program: Program) -> str:
+    distill, leaves = program.config.distill, jax.tree.leaves(program.frozen_shapes()[TEACHER])
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    of_jsd = f" of beta {distill.beta}" if distill.kind == "jsd" else ""
+    return (
+        f"teacher: {distill.teacher}, {count / 1e6:,.1f}M parameters ({held / 2**30:,.3f} GiB over all devices); its "
+        f"loss, {distill.kind}{of_jsd} at temperature {distill.temperature}, weighs {distill.weight}, that of the data "
+        f"{1 - distill.weight:.3g}"
+    )
 
 
 def _of_images(program: Program) -> str:
@@ -177,8 +192,11 @@ def describe_validation(values: dict[str, float]) -> str:
     loss = values["validation_loss"]
     if "validation_reward_accuracy" in values:
         margin, accuracy = values["validation_reward_margin"], values["validation_reward_accuracy"]
-        return f"validation loss {loss:.4f} nats/pair{more}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
+        unit = "" if "validation_kl" in values else " nats/pair"
+        return f"validation loss {loss:.4f}{unit}{more}, reward margin {margin:.4f}, accuracy {accuracy:.1%}"
     bits = f", {values['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in values else ""
+    if "validation_divergence" in values:
+        bits += f", {values['validation_divergence']:.4f} nats/token from the teacher"
     perplexity = values["perplexity"]
     return f"validation loss {loss:.4f} nats/token{more}, perplexity {perplexity:,.1f}{bits}"
 

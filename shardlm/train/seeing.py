@@ -289,6 +289,16 @@ def check_images(config: RunConfig, model: TransformerConfig, sight: Sight, cont
     are attended to."""
     if sight.untrained:
         raise ShardlmError(f"the data have images, and {sight.untrained}; train on texts")
+    if config.distill.teacher:
+        raise ShardlmError(
+            f"distill.teacher={config.distill.teacher} with images in the data: a teacher reads words alone; leave the "
+            "images out, or the teacher"
+        )
+    if config.preference.beta and config.preference.loss == "orpo":
+        raise ShardlmError(
+            "preference.loss=orpo with images in the data: its loss of next tokens is over the prompt too, and tokens "
+            "of images are not predicted; set preference.loss to sigmoid, ipo, hinge or simpo"
+        )
     if sight.whole and config.mesh.context > 1 and context == "ring":
         raise ShardlmError(
             f"context_attention={config.context_attention}: the tokens of an image see those after them in this model, "

@@ -26,6 +26,7 @@ from shardlm.train.check import (
     check_remat,
 )
 from shardlm.train.config import RunConfig
+from shardlm.train.distill import check_distill, check_same_rows, of_teacher
 from shardlm.train.learned_encoder import check_encoder
 from shardlm.train.lora import check_lora
 from shardlm.train.mtp import check_mtp
@@ -47,12 +48,13 @@ class Device(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """A run on a mesh of known sizes, checked."""
+    """A run on a mesh of known sizes, checked, with the teacher that it learns from as one that trains it would be."""
 
     config: RunConfig
     shape: TransformerConfig
     rules: Rules
     execution: Execution
+    teacher: "Settled | None" = None
 
     @property
     def mesh(self) -> MeshSpec:
@@ -77,6 +79,7 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
     check_rounded(config, shape)
     check_preference(config)
     check_policy(config)
+    check_distill(config)
     check_encoder(config)
     check_offload(config.offload, spec, config.local_sgd, device)
     dtype = COMPUTE_DTYPE[config.precision]
@@ -97,7 +100,17 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
         lora=config.lora,
         weights=_frozen(config, shape, rules),
     )
-    return Settled(config, shape, rules, execution)
+    teacher = _teacher(config, spec, device, traced) if config.distill.teacher else None
+    if teacher:
+        check_same_rows(config, (shape, execution), (teacher.shape, teacher.execution))
+    return Settled(config, shape, rules, execution, teacher)
+
+
+def _teacher(config: RunConfig, spec: MeshSpec, device: Device, traced: bool) -> Settled:
+    try:
+        return settle(of_teacher(config), spec, device, mtp=False, traced=traced)
+    except ShardlmError as error:
+        raise ShardlmError(f"distill.teacher={config.distill.teacher}: {error}") from error
 
 
 def _frozen(config: RunConfig, shape: TransformerConfig, rules: Rules) -> WeightFormat:

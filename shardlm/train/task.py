@@ -14,6 +14,7 @@ from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
 from shardlm.train import report
 from shardlm.train.batches import local_rows
+from shardlm.train.distill import check_tokenizers
 from shardlm.train.evaluate import Evaluator
 from shardlm.train.program import Program
 from shardlm.train.seeing import sight_of_chats
@@ -79,6 +80,7 @@ class Texts:
         sight = sight_of_chats(program.config)
         with report.Preparing(enabled=jax.process_index() == 0) as progress:
             data = prepare(program.config.data, progress, sight)
+        check_tokenizers(program.config, data.tokenizer)
         program, eyes = with_eyes(program, data, sight)
         return cls(program, data, eyes)
 
