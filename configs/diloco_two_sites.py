@@ -3,7 +3,7 @@
 Hardware: 2 sites of 8 x H100 80 GB each, joined by an ordinary network: data=2 between the sites, fsdp=8 within each.
 Streaming DiLoCo (https://arxiv.org/abs/2501.18512): each site trains Llama 3 8B on its own half of every batch; each of
 4 fragments of the layers is exchanged in 8 bits once in 100 steps, beside the step that starts it.
-Expected: compiled without GPUs, not measured: 26.2 GiB of state and 12.4 GiB of temporaries a GPU; 9.7 MiB a step cross
+Expected: compiled without GPUs, not measured: 26.2 GiB of state and 13.4 GiB of temporaries a GPU; 9.7 MiB a step cross
 from each GPU on average, 3,830 MiB in synchronous training; the first half of an exchange runs beside all layers
 (tests/test_diloco_gpu.py). No speed and no loss is known yet.
 Data: your own text or shards, and Llama 3's tokenizer.json in data.tokenizer.

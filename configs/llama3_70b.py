@@ -1,7 +1,7 @@
 """python -m launch.train --config=configs/llama3_70b.py --config.data.train=TEXT --config.data.validation=TEXT
 
 Hardware: 64 x H100 80 GB in 8 hosts, tensor=4 inside a host, fsdp=16.
-Expected: compiled without a GPU, not measured: 12.3 GiB of state and 11.0 GiB of temporaries a GPU for 16 rows of
+Expected: compiled without a GPU, not measured: 12.3 GiB of state and 11.1 GiB of temporaries a GPU for 16 rows of
 8,192 (tests/test_gpu_program.py); no speed is known yet.
 Data: your own text or shards, and Llama 3's tokenizer.json in data.tokenizer.
 """
