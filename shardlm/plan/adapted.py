@@ -36,8 +36,9 @@ def at_head(sketch: Sketch, parts: Parts, logits: float) -> Kinds:
     gradient; turned for its gathers throughout, where microbatches share it. What layers are made again from waits for
     that (layers/stack.py) with remat=full; otherwise frozen weights of two layers lie ready, but of weights that are
     only gathered those of most of a layer. Over several hosts gathers go a layer ahead, so that they lie ready with any
-    policy, and the last layer is in no loop: what it keeps is written beside all others' behind the head, and of names
-    its attention's output is in two parts. Where tensor scatters the sequence none of it lies ready, nor do zeros for
+    policy and those of another layer are under way (xla_options.py), and the last layer is in no loop: what it keeps is
+    written beside all others' behind the head, and of names its attention's output is in two parts. Where tensor
+    scatters the sequence none of it lies ready, nor do zeros for
     the layers' gradients."""
     size, mesh, one, remat = itemsize(sketch), sketch.mesh, parts.layers[-1][-1], sketch.config.remat
     numbers = sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim
@@ -52,13 +53,13 @@ def at_head(sketch: Sketch, parts: Parts, logits: float) -> Kinds:
     found["attention"] = masks * (1 if mesh.tensor > 1 else 2) * one.mask
     if mesh.tensor > 1:
         return found | {"gradients": -parts.resting}
-    several = parts.gathers and sketch.num_gpus > sketch.gpus_per_host
+    several = bool(parts.gathers) and sketch.num_gpus > sketch.gpus_per_host
     if remat == "full" and not several:
         return found
     if several:
         found |= kept(one, sketch) | {"streams": found["streams"] + (one.stream if remat == "names" else 0)}
     ready = 2 * READ if _made(sketch, parts) else GATHERED[mesh.context > 1]
-    found["weights in use"] = parts.largest * ready
+    found["weights in use"] = parts.largest * (ready + several)
     if not parts.gathers:
         found |= {"mlp": 2 * one.hidden, "streams": found["streams"] + 6 * one.stream}
     return found
