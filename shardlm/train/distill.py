@@ -17,6 +17,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import Transformer
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.distillation import Head, Shares, distillation
+from shardlm.ops.schemes import SCHEMES
 from shardlm.state import TEACHER, ModelDef
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import DistillConfig, OffloadConfig, RunConfig
@@ -86,12 +87,14 @@ def _head(lm: Transformer, hidden: jax.Array) -> Head:
 
 
 def of_teacher(config: RunConfig) -> RunConfig:
-    """The run that would train the teacher on the same rows and devices, of which it makes the forward pass."""
+    """The run that would train the teacher on the same rows and devices, of which it makes the forward pass: as it is,
+    where the student is rounded to what it will be served in."""
     length = config.model.length if isinstance(config.model, Pretrained) else 0
     return dataclasses.replace(
         config,
         model=Pretrained(config.distill.teacher, length, mtp=False),
         distill=DistillConfig(),
+        matmul="dtype" if config.matmul in SCHEMES else config.matmul,
         lora=LoraConfig(),
         offload=OffloadConfig(),
         train=dataclasses.replace(config.train, encoder="frozen"),
