@@ -20,6 +20,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.ops import distillation
 from shardlm.state import TEACHER
 from shardlm.tokenizer import Tokenizer, train_bpe
+from shardlm.train.bench import bench_training
 from shardlm.train.config import (
     DistillConfig,
     GrpoConfig,
@@ -130,7 +131,7 @@ def test_loss_and_gradients_are_the_formulas_on_every_mesh(options, meshes):
 @pytest.mark.parametrize("teacher", ["mixtral", "bloom", "qwen3_next"])
 def test_other_teachers_and_meshes(student, teacher):
     """Mixtures of experts on their axis, another width, and linear attention; by Ulysses over context."""
-    distill = DistillConfig(str(REFERENCES / teacher), 1.0)
+    distill = DistillConfig(str(REFERENCES / teacher), 0.9)
     config = config_of(model=student, distill=distill)
     grads, metrics, _ = loss_and_gradients(config)
     of_both = student is not STUDENT and teacher == "mixtral"
@@ -150,6 +151,8 @@ def test_the_teacher_rests_split_in_the_compute_dtype_beside_what_adapters_stand
     assert {leaf.dtype.name for leaf in jax.tree.leaves(taught)} == {"bfloat16"}
     assert taught["embedding"].sharding.spec == program.teacher.shapes["embedding"].sharding.spec
     assert taught["embedding"].sharding.shard_shape((VOCAB, 32)) != (VOCAB, 32)
+    with pytest.raises(ShardlmError, match="steps are timed with made-up weights"):
+        bench_training(program, warmup=0, steps=1)
     read = program.frozen()
     assert jax.tree.structure(read[TEACHER]) == jax.tree.structure(taught)
 
@@ -191,6 +194,7 @@ def test_teachers_that_are_refused(changes, message):
         ({"slow_link": SlowLinkConfig("int8")}, "stands on the whole mesh"),
         ({"grpo": GrpoConfig(("a.py:f",))}, "with grpo.reward"),
         ({"preference": PreferenceConfig(0.1)}, "with preference.beta=0.1"),
+        ({"distill": DistillConfig("folder", 1.0)}, "which weighs nothing then; set train.z_loss to 0"),
     ],
 )
 def test_what_does_not_go_with_one(changes, message):

@@ -112,6 +112,11 @@ def check_distill(config: RunConfig) -> None:
             f"{what} with {given}: a teacher is learned from beside texts and chats, not beside preferences or on the "
             "model's own replies; choose one of both"
         )
+    if config.distill.weight == 1 and config.train.z_loss:
+        raise ShardlmError(
+            f"{what} with distill.weight=1 and train.z_loss={config.train.z_loss}: that belongs to the data's loss, "
+            "which weighs nothing then; set train.z_loss to 0, or distill.weight below 1"
+        )
     if config.mesh.pipeline != 1:
         raise ShardlmError(
             f"{what} with mesh.pipeline={config.mesh.pipeline}: stages do not run the teacher; give the devices of "
