@@ -136,7 +136,8 @@ def check_same_rows(config: RunConfig, student: Any, teacher: Any) -> None:
     if sizes[0] != sizes[1]:
         raise ShardlmError(
             f"{what} predicts {sizes[1]} tokens and the model {sizes[0]}: both are compared token by token; choose a "
-            "teacher of the same family, or a model with as many (model.vocab_size)"
+            "teacher with the same vocab_size in its config.json, by which sizes of one family may differ, or a model "
+            "with as many (model.vocab_size)"
         )
     ways = [execution.context_attention for _, execution in (student, teacher)]
     if config.mesh.context > 1 and ways[0] != ways[1]:
