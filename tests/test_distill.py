@@ -20,6 +20,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.ops import distillation
 from shardlm.state import TEACHER
 from shardlm.tokenizer import Tokenizer, train_bpe
+from shardlm.train.bench import bench_training
 from shardlm.train.config import (
     DistillConfig,
     GrpoConfig,
@@ -30,6 +31,7 @@ from shardlm.train.config import (
 )
 from shardlm.train.distill import check_distill, check_tokenizers
 from shardlm.train.program import Program
+from shardlm.train.settled import settle
 from shardlm.train.step import StepConfig, gradients, make_eval_step
 
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"
@@ -62,14 +64,15 @@ def state_of(config: RunConfig, program: Program):
     )
 
 
-def loss_and_gradients(config: RunConfig):
-    """(gradients, metrics, what an evaluation sums up)."""
+def loss_and_gradients(config: RunConfig, evaluates: bool = False):
+    """(gradients, metrics, and what an evaluation sums up)."""
     program = Program.make(config, mesh_of(config.mesh))
     step = StepConfig(config.train.accumulation, objective=program.objective)
 
     def run(params, frozen, batch):
         found = gradients(program.model.bound(frozen), params, batch, jnp.float32(1), step)
-        return *found, make_eval_step(program.model, program.objective)(params, frozen, batch)
+        evaluation = make_eval_step(program.model, program.objective)(params, frozen, batch) if evaluates else {}
+        return *found, evaluation
 
     state, params = state_of(config, program)
     with jax.set_mesh(program.mesh):
@@ -104,21 +107,23 @@ def naive(config: RunConfig):
 @pytest.mark.parametrize(
     ("options", "meshes"),
     [
-        ({}, [MeshSpec(fsdp=4, tensor=2), MeshSpec(data=2, context=2, tensor=2)]),
+        ({}, [MeshSpec(fsdp=2, context=2, tensor=2)]),
+        pytest.param({"remat": "dots"}, [MeshSpec(), MeshSpec(data=2, context=2, tensor=2)], marks=pytest.mark.wide),
         pytest.param(LORA, [MeshSpec(), MeshSpec(fsdp=4, tensor=2)], marks=pytest.mark.wide),
     ],
-    ids=["full", "lora"],
+    ids=["full", "dots", "lora"],
 )
 def test_loss_and_gradients_are_the_formulas_on_every_mesh(options, meshes):
     grads, metrics = naive(config_of(**options))
     assert metrics["divergence"] > 0.01
     for spec in meshes:
         train = TrainConfig(global_batch=B, seq_len=T, z_loss=1e-3, accumulation=2 if spec.fsdp > 1 else 1)
-        found, of_step, sums = loss_and_gradients(config_of(**options, mesh=spec, train=train))
+        found, of_step, sums = loss_and_gradients(config_of(**options, mesh=spec, train=train), spec == MeshSpec())
         assert relative_error(of_step, metrics) < TOLERANCE
         assert relative_error(found, grads) < TOLERANCE
-        tokens = sums.pop("tokens")
-        assert relative_error(sums, {name: tokens * metrics[name] for name in sums}) < TOLERANCE
+        if sums:
+            tokens = sums.pop("tokens")
+            assert relative_error(sums, {name: tokens * metrics[name] for name in sums}) < TOLERANCE
 
 
 @pytest.mark.wide
@@ -126,7 +131,7 @@ def test_loss_and_gradients_are_the_formulas_on_every_mesh(options, meshes):
 @pytest.mark.parametrize("teacher", ["mixtral", "bloom", "qwen3_next"])
 def test_other_teachers_and_meshes(student, teacher):
     """Mixtures of experts on their axis, another width, and linear attention; by Ulysses over context."""
-    distill = DistillConfig(str(REFERENCES / teacher), 1.0)
+    distill = DistillConfig(str(REFERENCES / teacher), 0.9)
     config = config_of(model=student, distill=distill)
     grads, metrics, _ = loss_and_gradients(config)
     of_both = student is not STUDENT and teacher == "mixtral"
@@ -146,8 +151,17 @@ def test_the_teacher_rests_split_in_the_compute_dtype_beside_what_adapters_stand
     assert {leaf.dtype.name for leaf in jax.tree.leaves(taught)} == {"bfloat16"}
     assert taught["embedding"].sharding.spec == program.teacher.shapes["embedding"].sharding.spec
     assert taught["embedding"].sharding.shard_shape((VOCAB, 32)) != (VOCAB, 32)
+    with pytest.raises(ShardlmError, match="steps are timed with made-up weights"):
+        bench_training(program, warmup=0, steps=1)
     read = program.frozen()
     assert jax.tree.structure(read[TEACHER]) == jax.tree.structure(taught)
+
+
+def test_the_teacher_is_not_rounded_where_the_model_is():
+    """Though its widths make no whole groups of W4A16's."""
+    student = dataclasses.replace(STUDENT, embed_dim=128, head_dim=32, mlp_dim=128)
+    settled = settle(config_of(model=student, matmul="W4A16"), MeshSpec(), jax.devices()[0])
+    assert (settled.execution.matmul, settled.teacher.execution.matmul) == ("W4A16", "dtype")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +194,7 @@ def test_teachers_that_are_refused(changes, message):
         ({"slow_link": SlowLinkConfig("int8")}, "stands on the whole mesh"),
         ({"grpo": GrpoConfig(("a.py:f",))}, "with grpo.reward"),
         ({"preference": PreferenceConfig(0.1)}, "with preference.beta=0.1"),
+        ({"distill": DistillConfig("folder", 1.0)}, "which weighs nothing then; set train.z_loss to 0"),
     ],
 )
 def test_what_does_not_go_with_one(changes, message):

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: loss and gradients as its formula on all logits has them, on every mesh. Its data are
+"""Kahneman-Tversky optimisation: loss and gradients as its formula on all logits has them, on a mesh. Its data are
 tests/data/test_labelled.py's."""
 
 import jax
@@ -65,16 +65,15 @@ def naive():
         return jax.tree.map(np.asarray, jax.jit(jax.grad(loss, has_aux=True))(closer(state.params), state.frozen))
 
 
-def test_loss_and_gradients_are_the_formulas_on_every_mesh(monkeypatch):
+def test_loss_and_gradients_are_the_formulas_on_a_mesh(monkeypatch):
     monkeypatch.setattr("test_preference.moved", closer)
     grads, metrics = naive()
     batch = filled(list(documents()))
     batch |= {DESIRABLE: wanted_of(batch)}
-    for spec in (MeshSpec(), MeshSpec(fsdp=2, context=2, tensor=2)):
-        found, of_step, _ = loss_and_gradients(config(mesh=spec), batch)
-        for name, value in metrics.items():
-            np.testing.assert_allclose(of_step[name], value, rtol=TOLERANCE, atol=1e-6, err_msg=name)
-        assert relative_error(found, grads) < TOLERANCE
+    found, of_step, _ = loss_and_gradients(config(mesh=MeshSpec(fsdp=2, context=2, tensor=2)), batch)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(of_step[name], value, rtol=TOLERANCE, atol=1e-6, err_msg=name)
+    assert relative_error(found, grads) < TOLERANCE
     assert metrics["kl"] > 0.01 and 0.2 < metrics["reward_accuracy"] < 0.9
 
 

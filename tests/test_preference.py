@@ -168,7 +168,11 @@ def naive(config: RunConfig):
             [MeshSpec(), MeshSpec(fsdp=4, tensor=2), MeshSpec(data=2, context=2, tensor=2)],
         ),
         ({"lora": LORA}, [MeshSpec(fsdp=4, tensor=2)]),
-        ({"preference": PreferenceConfig(2.0, "simpo", 0.3, sft_weight=0.2)}, [MeshSpec(fsdp=4, tensor=2)]),
+        pytest.param(
+            {"preference": PreferenceConfig(2.0, "simpo", 0.3, sft_weight=0.2)},
+            [MeshSpec(fsdp=4, tensor=2)],
+            marks=pytest.mark.wide,
+        ),
         ({"preference": PreferenceConfig(0.4, "orpo")}, [MeshSpec(data=2, context=2, tensor=2)]),
     ],
     ids=["full", "lora", "simpo", "orpo"],

@@ -22,13 +22,14 @@ def with_others(lines: Iterator[Line]) -> Iterator[Line]:
     """Each line beside another one's completion, {"line", "other"}: of the nearest line before it that asks something
     else, or for the first ones behind them. Raises ShardlmError for lines of other shapes, and where all ask the
     same."""
-    before = now = None  # (prompt, completion) of the last line that asks something else than the last, and of the last
+    # (prompt with its images, completion) of the last line that asks something else than the last, and of the last
+    before = now = None
     waiting: list[tuple[Line, Any]] = []
     where = ""
     for one in lines:
         where = one[1]
         line = _shaped(parsed(one[0], where), where)
-        asked = json.dumps(line["prompt"])
+        asked = json.dumps([line["prompt"], line.get("images"), line.get("image")])
         if now and now[0] != asked:
             before = now
         now = asked, line["completion"]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from shardlm import hardware
+from shardlm.errors import ShardlmError
 from shardlm.flops import mfu, training_flops
 from shardlm.hlo.bill import Bill
 from shardlm.hlo.collectives import collectives
@@ -66,6 +67,12 @@ def bench_training(
     Rates are those of the median step. Memory and FLOPs say whether they were measured or compiled. Every process of
     a job calls this; each reports its own clock and memory.
     """
+    if program.frozen_shapes() is not None:
+        raise ShardlmError(
+            "lora.rank, distill.teacher, or preferences or rewards that are compared with the checkpoint: steps are "
+            "timed with made-up weights that are trained, and these runs hold others too; launch.train logs their "
+            "seconds"
+        )
     options, compiled = program.xla_options(), compiled or compile_step(program)
     losses, times = [], []
     with jax.set_mesh(program.mesh):

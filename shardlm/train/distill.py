@@ -17,6 +17,7 @@ from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer import Transformer
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.distillation import Head, Shares, distillation
+from shardlm.ops.schemes import SCHEMES
 from shardlm.state import TEACHER, ModelDef
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.config import DistillConfig, OffloadConfig, RunConfig
@@ -86,12 +87,14 @@ def _head(lm: Transformer, hidden: jax.Array) -> Head:
 
 
 def of_teacher(config: RunConfig) -> RunConfig:
-    """The run that would train the teacher on the same rows and devices, of which it makes the forward pass."""
+    """The run that would train the teacher on the same rows and devices, of which it makes the forward pass: as it is,
+    where the student is rounded to what it will be served in."""
     length = config.model.length if isinstance(config.model, Pretrained) else 0
     return dataclasses.replace(
         config,
         model=Pretrained(config.distill.teacher, length, mtp=False),
         distill=DistillConfig(),
+        matmul="dtype" if config.matmul in SCHEMES else config.matmul,
         lora=LoraConfig(),
         offload=OffloadConfig(),
         train=dataclasses.replace(config.train, encoder="frozen"),
@@ -108,6 +111,11 @@ def check_distill(config: RunConfig) -> None:
         raise ShardlmError(
             f"{what} with {given}: a teacher is learned from beside texts and chats, not beside preferences or on the "
             "model's own replies; choose one of both"
+        )
+    if config.distill.weight == 1 and config.train.z_loss:
+        raise ShardlmError(
+            f"{what} with distill.weight=1 and train.z_loss={config.train.z_loss}: that belongs to the data's loss, "
+            "which weighs nothing then; set train.z_loss to 0, or distill.weight below 1"
         )
     if config.mesh.pipeline != 1:
         raise ShardlmError(
@@ -128,7 +136,8 @@ def check_same_rows(config: RunConfig, student: Any, teacher: Any) -> None:
     if sizes[0] != sizes[1]:
         raise ShardlmError(
             f"{what} predicts {sizes[1]} tokens and the model {sizes[0]}: both are compared token by token; choose a "
-            "teacher of the same family, or a model with as many (model.vocab_size)"
+            "teacher with the same vocab_size in its config.json, by which sizes of one family may differ, or a model "
+            "with as many (model.vocab_size)"
         )
     ways = [execution.context_attention for _, execution in (student, teacher)]
     if config.mesh.context > 1 and ways[0] != ways[1]:

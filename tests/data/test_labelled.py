@@ -42,6 +42,13 @@ def test_answers_stand_beside_those_of_other_prompts(tmp_path, seq_len):
     assert sorted(both) == sorted(((f"{own}</s>", label), (f"{other}</s>", False)) for own, label, other in expected)
 
 
+def test_other_images_ask_something_else():
+    """As where every prompt is "what is this" of an image of the line."""
+    lines = [LINES[0] | {"images": [f"{i}.png"], "completion": f"{i}"} for i in (1, 1, 2)]
+    found = [json.loads(line[0]) for line in with_others(iter([(json.dumps(line).encode(), "here") for line in lines]))]
+    assert [one["other"] for one in found] == ["2", "2", "1"]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
