@@ -15,7 +15,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.links import Route
 from shardlm.plan.measured import MeasuredRoute, route_of
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent
+from shardlm.plan.traffic import GATHER, RAGGED, REDUCE, SCATTER, Sent
 
 # Of gathers and scatters inside pipeline stages, how much XLA runs beside kernels, where all could: its loop over a
 # stage's few layers begins the second of two gathers behind the first layer's kernels. Compiled for H100: Llama 3 70B
@@ -25,6 +25,9 @@ from shardlm.plan.traffic import GATHER, REDUCE, SCATTER, Sent
 IN_STAGES = {"gpipe": 0.15, "circular": 0.15, "1f1b": 0.33}
 # Of sums of gradients in every tick, over context or expert: 0.45 in 8 stages of 70B (zero1), 0.42 in V3.
 SUMS_IN_STAGES = 0.4
+# Where tokens are sent to experts one collective is under way at a time (xla_options.py): of gathers 0.24 is hidden, of
+# scatters 0.42 (Mixtral on 32, compiled).
+BESIDE_TOKENS = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,7 @@ def overlapped(
     update: float = 0.0,
 ) -> tuple[Timed, ...]:
     """Each with what of it is exposed, beside `forward`, `backward` and the optimizer's `update` seconds of kernels in
-    a step. `in_stages` is how much of what pipeline stages could hide is hidden."""
+    a step. `in_stages` is how much of what pipeline stages could hide is hidden; 1: by programs that hide all."""
     # While a layer waits on a link inside the island, weights move over the network.
     for one in comms:
         if not one.sent.beside and not one.sent.update and one.link != "network":
@@ -102,7 +105,8 @@ def overlapped(
     behind = _part((backward - then * in_backward) / sketch.passes, sums)
     updated = sum(one.seconds for one in comms if one.sent.update)
     behind_update = 0.0 if cluster.is_cpu else _part(update, updated)
-    share = in_stages if sketch.mesh.pipeline > 1 else 1.0
+    alone = in_stages < 1 and any(one.sent.kind == RAGGED for one in comms)
+    share = in_stages if sketch.mesh.pipeline > 1 else BESIDE_TOKENS if alone else 1.0
 
     def exposed(one: Timed) -> Timed:
         if one.sent.update:

