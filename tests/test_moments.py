@@ -125,6 +125,30 @@ def test_a_slow_moment_follows_its_gradients(kind, most):
     assert np.linalg.norm(error) < most * np.linalg.norm(expected)
 
 
+def test_no_gradient_beside_larger_ones_makes_a_leap():
+    """Gradients over seven decades within a block, and some that are always zero. A float32 update has at most 1 here:
+    with squares down to their first code, or first moments in steps of 6e-5, some were 40."""
+    names, params = {"w": ((), ("embed", "mlp"))}, {"w": jnp.ones((16, 512))}
+    optim = dataclasses.replace(BASE, learning_rate=1.0, weight_decay=0.0, b2=0.95)
+    tx, plain = (make_optimizer(dataclasses.replace(optim, moments=kind), 9999, names) for kind in ("int8", "float32"))
+    decades = np.random.default_rng(0).uniform(-7, 0, (16, 512))
+    size = jnp.asarray(np.where(np.arange(512) % 7, 10.0**decades, 0), jnp.float32)
+
+    @jax.jit
+    def run(key):
+        def step(states, i):
+            grads = {"w": size * (0.3 + jax.random.normal(jax.random.fold_in(key, i), size.shape))}
+            found = [t.update(grads, s, params) for t, s in zip((tx, plain), states, strict=True)]
+            return tuple(state for _, state in found), [updates["w"] for updates, _ in found]
+
+        return jax.lax.scan(step, (tx.init(params), plain.init(params)), jnp.arange(200))[1]
+
+    found, expected = map(np.asarray, run(jax.random.key(0)))
+    assert np.abs(found).max() < 3 and np.all(found[:, size == 0] == 0)
+    large = decades > -3
+    assert np.std((found - expected)[50:, large]) < 0.2 * np.std(expected[50:, large])
+
+
 def test_where_blocks_lie():
     """Inside of what tensor up to 16 and rows over up to 1,024 devices leave together."""
     assert block(("embed", "mlp"), (4096, 14336)) == (1, 128)
