@@ -27,9 +27,11 @@ Moments = Literal["float32", "bfloat16", "int8"]
 SMALL = 4096  # numbers of a weight below which its moments stay float32
 BLOCK, LEAST = 128, 16  # numbers of a block: the most, and the fewest that a scale is kept for
 # Over how many devices a dimension may be split without a block being so: those that no rules split, those that tensor
-# does, those that the axes of rows and stages do. Experts are in blocks of their own.
-WHOLE = ("head_dim", "norm", "kv_heads_whole", "index_heads", "latent_whole", "router", "rank", "groups")
-WAYS = {**dict.fromkeys(WHOLE, 1), **dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp", "vocab"), 16)}
+# does (heads that few devices have whole are split over others), those that the axes of rows and stages do. Experts are
+# in blocks of their own.
+WHOLE = ("head_dim", "norm", "index_heads", "latent_whole", "router", "rank", "groups")
+SPLIT = ("heads", "kv_heads", "kv_heads_whole", "mlp", "expert_mlp", "vocab")
+WAYS = {**dict.fromkeys(WHOLE, 1), **dict.fromkeys(SPLIT, 16)}
 WAYS |= dict.fromkeys(("embed", "expert_embed", "latent"), 1024)
 LOWEST = 4  # of the codes of squares, unless all of a block are zero: a root 2.5e-4 of the largest
 SQUARES = "nu"  # the name of second moments in optax's states

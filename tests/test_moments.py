@@ -15,6 +15,7 @@ import pytest
 import tiny_run
 from gpu_programs import on_gpus
 from small import LLAMA, init, mesh_of, model_on
+from small_moe import MOE
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
@@ -28,6 +29,7 @@ from shardlm.train.program import Program
 
 BASE = OptimConfig(learning_rate=0.01, warmup_steps=1, schedule="constant", b2=0.999)
 WIDE = dataclasses.replace(LLAMA, vocab_size=512, embed_dim=64, mlp_dim=512, num_heads=4, head_dim=32, num_layers=2)
+MIXTURE = dataclasses.replace(MOE, vocab_size=512, embed_dim=64, num_heads=4, head_dim=32, expert_dim=512, num_layers=2)
 SPLIT = MeshSpec(data=2, fsdp=2, tensor=2)
 
 
@@ -41,10 +43,10 @@ def assert_equal(found, expected):
 
 
 @functools.cache
-def updated(spec: MeshSpec, preset: str, name: str, kind: str):
+def updated(spec: MeshSpec, preset: str, name: str, kind: str, config=WIDE):
     """(weights, state) after three updates with made-up gradients."""
     with jax.set_mesh(mesh_of(spec)):
-        model = model_on(spec, preset, WIDE)
+        model = model_on(spec, preset, config)
         tx = make_optimizer(dataclasses.replace(BASE, name=name, moments=kind), 100, model.names)
         table = model.execution.rules.optimizer
 
@@ -89,6 +91,21 @@ def test_every_mesh_rounds_alike(name, kind, preset):
     assert held_types(state) == held_types(whole[1])
     if (name, kind) == ("adamw", "int8"):  # two moments of nine weights; of three norms
         assert held_types(state) == {"blocks": 18, "float32": 6}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "config,spec",
+    [
+        (WIDE, MeshSpec(pipeline=2, fsdp=2, tensor=2)),
+        (WIDE, MeshSpec(context=2, tensor=4)),  # with whole kv heads
+        (MIXTURE, MeshSpec(data=2, expert=2, pipeline=2)),
+    ],
+)
+def test_stages_and_experts_round_alike(config, spec):
+    whole, split = (updated(*how, "adamw", "int8", config) for how in ((MeshSpec(), "replicated"), (spec, "zero3")))
+    assert_equal(split, whole)
+    assert held_types(split[1])["blocks"] == 18
 
 
 @pytest.mark.parametrize("kind,most", [("bfloat16", 0.03), ("int8", 0.15)])
@@ -155,6 +172,9 @@ def test_where_blocks_lie():
     assert block(("mlp", "embed"), (11008, 4096)) == (16, 4)
     assert block(("embed", "heads", "head_dim"), (4096, 32, 128)) == (1, 1, 128)
     assert block(("embed", "heads", "head_dim"), (192, 4, 48)) == (1, 1, 48)
+    # Tensor over more devices than there are heads leaves them whole: as the same blocks.
+    heads = [block(("embed", name, "head_dim"), (64, 2, 32)) for name in ("kv_heads", "kv_heads_whole")]
+    assert heads == [(1, 1, 32), (1, 1, 32)]
     assert block(("experts", "expert_embed", "expert_mlp"), (256, 7168, 2048)) == (1, 1, 128)
     assert block(("vocab", "embed"), (128256, 4096)) == (16, 4)
     kinds = [kind_of("int8", *of) for of in ((("vocab", "embed"), (50257, 768)), (("embed", "rank"), (64, 8)))]
