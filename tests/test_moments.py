@@ -253,6 +253,7 @@ def test_a_run_resumes_bit_for_bit_and_on_another_mesh(kind, tmp_path):
     assert done.returncode and f"optim.moments was '{kind}', is 'float32'" in done.stderr
 
 
+@pytest.mark.wide
 @on_gpus
 @pytest.mark.parametrize("kind,bytes_each", [("int8", 2.1), ("bfloat16", 4.01)])
 def test_update_on_h100_holds_no_whole_moment_in_float32(kind, bytes_each):
