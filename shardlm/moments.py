@@ -27,10 +27,13 @@ Moments = Literal["float32", "bfloat16", "int8"]
 SMALL = 4096  # numbers of a weight below which its moments stay float32
 BLOCK, LEAST = 128, 16  # numbers of a block: the most, and the fewest that a scale is kept for
 # Over how many devices a dimension may be split without a block being so: those that no rules split, those that tensor
-# does, those that the axes of rows and stages do. Experts are in blocks of their own.
-WHOLE = ("head_dim", "norm", "kv_heads_whole", "index_heads", "latent_whole", "router", "rank", "groups")
-WAYS = {**dict.fromkeys(WHOLE, 1), **dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp", "vocab"), 16)}
+# does (heads that few devices have whole are split over others), those that the axes of rows and stages do. Experts are
+# in blocks of their own.
+WHOLE = ("head_dim", "norm", "index_heads", "latent_whole", "router", "rank", "groups")
+SPLIT = ("heads", "kv_heads", "kv_heads_whole", "mlp", "expert_mlp", "vocab")
+WAYS = {**dict.fromkeys(WHOLE, 1), **dict.fromkeys(SPLIT, 16)}
 WAYS |= dict.fromkeys(("embed", "expert_embed", "latent"), 1024)
+LOWEST = 4  # of the codes of squares, unless all of a block are zero: a root 2.5e-4 of the largest
 SQUARES = "nu"  # the name of second moments in optax's states
 
 Tree = Any
@@ -41,8 +44,10 @@ Tree = Any
 class Blocks:
     """A moment in 8 bits: codes like the weight, int8 or, of squares, uint8; scales float32, the largest of each block.
 
-    A number is a power of its code's share of the largest code, times the scale: the second power, with the code's
-    sign, or of squares the fourth, so that neighbours differ by a like share over four decades of gradients.
+    A number is a power of its code's share of the largest code, times the scale: the third power, with the code's
+    sign, or of squares the fourth, so that neighbours differ by a like share over decades of gradients. Squares have no
+    codes below LOWEST: an update divides by their root, of which the next code has four times as much as the first,
+    and first moments need smaller numbers than those roots, since rounding up makes many of them one step above zero.
     """
 
     codes: jax.Array
@@ -162,7 +167,7 @@ def _read(a: jax.Array | Blocks) -> jax.Array:
     codes = a.codes.astype(jnp.float32)
     if a.codes.dtype == jnp.uint8:
         return jnp.square(jnp.square(codes / 255)) * _spread(a.scales, a.codes)
-    return jnp.abs(codes) * codes / 127**2 * _spread(a.scales, a.codes)
+    return (codes / 127) ** 3 * _spread(a.scales, a.codes)
 
 
 def _largest(old: jax.Array | Blocks, x: jax.Array) -> jax.Array | None:
@@ -178,17 +183,16 @@ def _largest(old: jax.Array | Blocks, x: jax.Array) -> jax.Array | None:
 
 
 def _in_blocks(x: jax.Array, old: Blocks, scales: jax.Array, bits: jax.Array) -> Blocks:
-    """x rounded to one of the two numbers beside it, so that its mean is x. No square becomes zero, by whose root an
-    update would be divided, unless all of its block are."""
+    """x rounded to one of the two numbers beside it, so that its mean is x."""
     squares = old.codes.dtype == jnp.uint8
     share = jnp.abs(x) * _spread(1 / jnp.where(scales > 0, scales, 1), x)
-    top, root, power = (255, lambda a: jnp.sqrt(jnp.sqrt(a)), 4) if squares else (127, jnp.sqrt, 2)
+    top, root, power = (255, lambda a: jnp.sqrt(jnp.sqrt(a)), 4) if squares else (127, jnp.cbrt, 3)
     below = jnp.minimum(jnp.floor(root(share) * top), top - 1)
     low, high = ((below + i) / top for i in (0, 1))
     part = (share - low**power) / (high**power - low**power)
     codes = below + (bits.astype(jnp.float32) < part * 2**16)
     # No comparison with zero: XLA would keep the zeros that gradients are summed in for it.
-    codes = jnp.maximum(codes, 1) if squares else jnp.sign(x) * codes
+    codes = jnp.maximum(codes, LOWEST) if squares else jnp.sign(x) * codes
     return Blocks(codes.astype(old.codes.dtype), scales)
 
 

@@ -15,6 +15,7 @@ import pytest
 import tiny_run
 from gpu_programs import on_gpus
 from small import LLAMA, init, mesh_of, model_on
+from small_moe import MOE
 
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
@@ -28,6 +29,7 @@ from shardlm.train.program import Program
 
 BASE = OptimConfig(learning_rate=0.01, warmup_steps=1, schedule="constant", b2=0.999)
 WIDE = dataclasses.replace(LLAMA, vocab_size=512, embed_dim=64, mlp_dim=512, num_heads=4, head_dim=32, num_layers=2)
+MIXTURE = dataclasses.replace(MOE, vocab_size=512, embed_dim=64, num_heads=4, head_dim=32, expert_dim=512, num_layers=2)
 SPLIT = MeshSpec(data=2, fsdp=2, tensor=2)
 
 
@@ -41,10 +43,10 @@ def assert_equal(found, expected):
 
 
 @functools.cache
-def updated(spec: MeshSpec, preset: str, name: str, kind: str):
+def updated(spec: MeshSpec, preset: str, name: str, kind: str, config=WIDE):
     """(weights, state) after three updates with made-up gradients."""
     with jax.set_mesh(mesh_of(spec)):
-        model = model_on(spec, preset, WIDE)
+        model = model_on(spec, preset, config)
         tx = make_optimizer(dataclasses.replace(BASE, name=name, moments=kind), 100, model.names)
         table = model.execution.rules.optimizer
 
@@ -91,6 +93,21 @@ def test_every_mesh_rounds_alike(name, kind, preset):
         assert held_types(state) == {"blocks": 18, "float32": 6}
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "config,spec",
+    [
+        (WIDE, MeshSpec(pipeline=2, fsdp=2, tensor=2)),
+        (WIDE, MeshSpec(context=2, tensor=4)),  # with whole kv heads
+        (MIXTURE, MeshSpec(data=2, expert=2, pipeline=2)),
+    ],
+)
+def test_stages_and_experts_round_alike(config, spec):
+    whole, split = (updated(*how, "adamw", "int8", config) for how in ((MeshSpec(), "replicated"), (spec, "zero3")))
+    assert_equal(split, whole)
+    assert held_types(split[1])["blocks"] == 18
+
+
 @pytest.mark.parametrize("kind,most", [("bfloat16", 0.03), ("int8", 0.15)])
 def test_a_slow_moment_follows_its_gradients(kind, most):
     """Of gradients that fall to a third, with b2=0.999: rounded to the nearest, what a step takes away is nothing."""
@@ -125,12 +142,39 @@ def test_a_slow_moment_follows_its_gradients(kind, most):
     assert np.linalg.norm(error) < most * np.linalg.norm(expected)
 
 
+def test_no_gradient_beside_larger_ones_makes_a_leap():
+    """Gradients over seven decades within a block, and some that are always zero. A float32 update has at most 1 here:
+    with squares down to their first code, or first moments in steps of 6e-5, some were 40."""
+    names, params = {"w": ((), ("embed", "mlp"))}, {"w": jnp.ones((16, 512))}
+    optim = dataclasses.replace(BASE, learning_rate=1.0, weight_decay=0.0, b2=0.95)
+    tx, plain = (make_optimizer(dataclasses.replace(optim, moments=kind), 9999, names) for kind in ("int8", "float32"))
+    decades = np.random.default_rng(0).uniform(-7, 0, (16, 512))
+    size = jnp.asarray(np.where(np.arange(512) % 7, 10.0**decades, 0), jnp.float32)
+
+    @jax.jit
+    def run(key):
+        def step(states, i):
+            grads = {"w": size * (0.3 + jax.random.normal(jax.random.fold_in(key, i), size.shape))}
+            found = [t.update(grads, s, params) for t, s in zip((tx, plain), states, strict=True)]
+            return tuple(state for _, state in found), [updates["w"] for updates, _ in found]
+
+        return jax.lax.scan(step, (tx.init(params), plain.init(params)), jnp.arange(200))[1]
+
+    found, expected = map(np.asarray, run(jax.random.key(0)))
+    assert np.abs(found).max() < 3 and np.all(found[:, size == 0] == 0)
+    large = decades > -3
+    assert np.std((found - expected)[50:, large]) < 0.2 * np.std(expected[50:, large])
+
+
 def test_where_blocks_lie():
     """Inside of what tensor up to 16 and rows over up to 1,024 devices leave together."""
     assert block(("embed", "mlp"), (4096, 14336)) == (1, 128)
     assert block(("mlp", "embed"), (11008, 4096)) == (16, 4)
     assert block(("embed", "heads", "head_dim"), (4096, 32, 128)) == (1, 1, 128)
     assert block(("embed", "heads", "head_dim"), (192, 4, 48)) == (1, 1, 48)
+    # Tensor over more devices than there are heads leaves them whole: as the same blocks.
+    heads = [block(("embed", name, "head_dim"), (64, 2, 32)) for name in ("kv_heads", "kv_heads_whole")]
+    assert heads == [(1, 1, 32), (1, 1, 32)]
     assert block(("experts", "expert_embed", "expert_mlp"), (256, 7168, 2048)) == (1, 1, 128)
     assert block(("vocab", "embed"), (128256, 4096)) == (16, 4)
     kinds = [kind_of("int8", *of) for of in ((("vocab", "embed"), (50257, 768)), (("embed", "rank"), (64, 8)))]
@@ -209,6 +253,7 @@ def test_a_run_resumes_bit_for_bit_and_on_another_mesh(kind, tmp_path):
     assert done.returncode and f"optim.moments was '{kind}', is 'float32'" in done.stderr
 
 
+@pytest.mark.wide
 @on_gpus
 @pytest.mark.parametrize("kind,bytes_each", [("int8", 2.1), ("bfloat16", 4.01)])
 def test_update_on_h100_holds_no_whole_moment_in_float32(kind, bytes_each):

@@ -20,7 +20,9 @@ from shardlm.layers.param import Execution
 from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.moments import check_split
 from shardlm.ops.schemes import SCHEMES
+from shardlm.optim import moments_of
 from shardlm.plan.spread import Spread, Weights, spread
 from shardlm.rules import BATCH_AXES, Rules, Table
 from shardlm.state import ModelDef
@@ -149,7 +151,10 @@ class Sketch:
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
         settled = settle(config, config.mesh, Described.of(gpu), traced=False)
         refuse(settled.shape, config.train.seq_len, config.mesh)
-        made = settled.shape, settled.rules, settled.execution, _weights(settled)
+        weights = _weights(settled)
+        if config.optim.moments == "int8":
+            _check_blocks(weights, settled.rules.optimizer)
+        made = settled.shape, settled.rules, settled.execution, weights
         other = _beside(settled)
         if other:
             refuse(other.shape, config.train.seq_len, config.mesh)
@@ -265,6 +270,15 @@ def _beside(settled: Settled) -> Settled | None:
     alone = {"lora": LoraConfig(), "preference": PreferenceConfig(), "grpo": GrpoConfig()}
     execution = dataclasses.replace(settled.execution, lora=LoraConfig())
     return dataclasses.replace(settled, config=dataclasses.replace(config, **alone), execution=execution)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_blocks(weights: Weights, table: Table) -> None:
+    """optim.check_moments of weights as they are here."""
+    for weight in weights:
+        names, shape = weight.names[weight.stacked :], weight.shape[weight.stacked :]
+        if weight.trained and moments_of("int8", names) == "int8":
+            check_split(weight.path, names, shape, [table.mesh.size(*table.axes(name)) for name in names])
 
 
 def _weights(settled: Settled) -> tuple[Weight, ...]:

@@ -10,6 +10,7 @@ import pytest
 
 from shardlm.config import load
 from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
 from shardlm.hlo.rows import LAYERS
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
@@ -23,6 +24,7 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.predicted import rows
 from shardlm.plan.search import _search, first_fit, search, settings
+from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import divisors
 from shardlm.train.config import PipelineConfig
 
@@ -314,6 +316,15 @@ def test_remat_policies_are_tried_in_their_own_order_whatever_the_command_line_h
         "full",
         "offload",
     ]
+
+
+def test_a_mesh_that_divides_a_block_of_moments_has_no_plan():
+    """As Program.make refuses it."""
+    run = dataclasses.replace(config("llama3_8b", global_batch=32), mesh=MeshSpec(tensor=32))
+    assert Sketch.of(run, GPUS["h100"])
+    held = dataclasses.replace(run, optim=dataclasses.replace(run.optim, moments="int8"))
+    with pytest.raises(ShardlmError, match=r"embedding has blocks of 16 along vocab=128256, and 32 devices would"):
+        Sketch.of(held, GPUS["h100"])
 
 
 def test_fewer_bits_of_moments_are_offered_and_chosen_only_where_they_are_allowed():
