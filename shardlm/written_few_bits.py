@@ -31,7 +31,7 @@ class InFewBits:
     """A scheme by its name, for one model.
 
     rounds    names of the tensors that are rounded, as the language model written alone has them
-    searched  whether groups' scales are searched (ops/schemes.py)
+    searched  whether scales are searched (ops/schemes.py)
     """
 
     name: SchemeName
@@ -71,7 +71,7 @@ def in_few_bits(
     if asked not in SCHEMES:
         raise ShardlmError(f"quantization={asked!r}; choose from {', '.join(get_args(SchemeName))}")
     rounds = checked(asked, config, names)
-    return InFewBits(asked, rounds, SCHEMES[asked].numbers == "int4" and trained != asked)
+    return InFewBits(asked, rounds, SCHEMES[asked].numbers != "int8" and trained != asked)
 
 
 def checked(
