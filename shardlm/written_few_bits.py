@@ -83,9 +83,10 @@ def checked(
     for tensor, params in _matrices(config, names):
         theirs = [own for leaf, param in params for own in leaf.names(param.shape)]
         if why := _refused(*zip(*((leaf.tensor, param) for leaf, param in params), strict=True), trained):
+            otherwise = "serve the model from 16 bits instead, with --quantization=fp8, int8 or int4"
             raise ShardlmError(
-                f"{name} is written of matrices, each result with a scale of its own, and {tensor} {why}; serve the "
-                "model from 16 bits instead, with --quantization=fp8, int8 or int4"
+                f"{name} is written of matrices, each result with a scale of its own, and {tensor} {why}; "
+                f"{'set matmul to dtype' if trained else otherwise}"
             )
         if not tensor.endswith(written.WEIGHT):
             continue

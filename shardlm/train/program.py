@@ -153,7 +153,10 @@ class Program:
 
     def frozen_shapes(self) -> Any:
         """Of `TrainState.frozen`, at rest: the weights that adapters stand on, or those that preferences and rewarded
-        replies are measured from; None where there are none."""
+        replies are measured from; None where there are none. What training rounds is measured from what is rounded of
+        the same float32 weights."""
+        if self.config.preference.beta and self.model.execution.by_scheme:
+            return self._as_trained()
         if self.config.lora.rank or self.config.preference.beta or self.config.grpo.beta:
             return self.model.held_at_rest(self.mesh)
         return None
@@ -168,7 +171,10 @@ class Program:
         as adapters do."""
         if self.config.lora.rank or not isinstance(self.config.model, Pretrained):
             return None
-        return self._read(jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes))
+        return self._read(self._as_trained())
+
+    def _as_trained(self) -> Any:
+        return jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes)
 
     def encoder(self) -> Any:
         """What is trained of that checkpoint's encoder of images, as it begins; None where nothing is."""
