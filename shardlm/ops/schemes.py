@@ -2,9 +2,10 @@
 (https://github.com/vllm-project/llm-compressor, "Schemes"): how projections are rounded when a folder is written
 (launch.convert --quantization) and when a run trains what it will serve (matmul=W4A16 and so on).
 
-Groups run along all that a weight sums over, as matrices of files have it, [results, inputs]. Numbers are made by
+Groups run along all that a weight sums over, as matrices of files have it, [results, inputs]. Their numbers are made by
 operations that every backend rounds alike but for one division, whose result is put right: what trains is what is
-written, to the bit.
+written, to the bit. Those with a scale for each result are as serving makes them, by one division for a result, which
+is the same to the bit on a CPU.
 """
 
 import dataclasses
