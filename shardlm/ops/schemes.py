@@ -4,9 +4,9 @@
 
 Groups run along all that a weight sums over, as matrices of files have it, [results, inputs]. Their numbers are made by
 operations that every backend rounds alike but for one division, whose result is put right: what trains is what is
-written, to the bit. Those with a scale for each result are as serving makes them on the host, by one division for a result:
-to the bit on a CPU; a GPU's reciprocal may be off in its last bit (rcp.approx.f32, compiled for an H100), and then the
-few numbers in the middle between two, to that bit, may be written as the other one.
+written, to the bit. Those with a scale for each result are as serving makes them on the host, by one division for a
+result: to the bit on a CPU; a GPU's reciprocal may be off in its last bit (rcp.approx.f32, compiled for an H100), and
+then the few numbers in the middle between two, to that bit, may be written as the other one.
 """
 
 import dataclasses

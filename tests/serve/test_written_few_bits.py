@@ -2,6 +2,7 @@
 nothing is left out of config.json; what cannot be written so is refused."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -13,11 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engines import CONFIG, folder_of
+from flax.traverse_util import flatten_dict
 from small import mesh_of
 
 from shardlm import weights
 from shardlm.errors import ShardlmError
-from shardlm.hf_files import Folder, Stored
+from shardlm.hf_files import Folder, Planned, Stored, write_folder
+from shardlm.hf_quantised import written
 from shardlm.mesh import MeshSpec
 from shardlm.opened import load
 from shardlm.ops import schemes
@@ -139,6 +142,21 @@ def test_a_folder_is_served_in_the_bits_that_serving_makes(name, folder, tmp_pat
         made, read = (jax.tree.map(np.asarray, load(path, **how).params) for path in (folder, tmp_path / "few"))
         same = jax.tree.map(lambda a, b: a.dtype == b.dtype and a.tobytes() == b.tobytes(), made, read)
         assert jax.tree.all(same) and any(a.dtype.itemsize == 1 for a in jax.tree.leaves(read))
+
+
+def test_scales_of_inputs_are_no_results(tmp_path):
+    """GPT-2's matrices have inputs first: numbers of a folder with a scale for each row of them are made again."""
+    options, planned = json.loads((REFERENCES / "gpt2" / "config.json").read_text()), []
+    for name, stored in Folder.open(REFERENCES / "gpt2").tensors.items():
+        w, rounds = stored.read(...).astype(np.float32), ".c_" in name and name.endswith(".weight")
+        planned.append(Planned(name, w.dtype, w.shape, lambda w=w: w, rounds))
+    options["quantization_config"] = written.options("int8", 0, True, [])
+    round_ = functools.partial(on_host, scheme=SCHEMES["W8A8"])
+    write_folder(tmp_path / "rows", written.written(planned, "int8", 0, round_), options, lambda folder: None)
+    how = {"dtype": "float32", "quantization": "int8_dynamic", "decoding": True}
+    made, read = (flatten_dict(load(path, **how).params) for path in (REFERENCES / "gpt2", tmp_path / "rows"))
+    scales = [path for path in made if path[-1].endswith("_scale")]
+    assert scales and all(np.allclose(made[path], read[path], rtol=0.02) for path in scales)
 
 
 def test_routers_are_left_and_experts_are_not(tmp_path):
