@@ -226,6 +226,12 @@ def without_experts(tensor: Tensor) -> Tensor:
     return dataclasses.replace(tensor, layout=f"{theirs}->{ours.replace('E ', '', 1)}")
 
 
+def _sums_inputs(tensor: Tensor, held: ByResult) -> bool:
+    """Whether what is summed over are the inputs of theirs, [results, inputs]: then a scale of a row is a result's."""
+    shape = held.whole.shape[1:]
+    return tensor.theirs(tensor.viewed(shape))[-1] == tensor.letters(shape)[: len(held.summed)]
+
+
 def _bytes(stored: Mapping[str, Stored], leaf: Leaf, shape: tuple[int, ...], indices: list[Index]) -> float:
     """Bytes of the files that slices of a parameter take."""
     sizes = ([len(range(n)[cut]) for cut, n in zip(index, shape, strict=True)] for index in indices)
@@ -275,7 +281,7 @@ class _Reader:
             one = held[leaf.path]
             if isinstance(one, InGroups) and one.how.published:
                 check_kept(one.how, {name: stored[name] for name in leaf.names(one.whole.shape)})
-            elif isinstance(one, ByResult):
+            elif isinstance(one, ByResult) and _sums_inputs(leaf.tensor, one):
                 one = one.as_held(stored[name] for name in leaf.names(one.whole.shape))
             parts = one.parts(leaf.path, functools.cache(functools.partial(reader.scales, leaf, one)))
             reader.work.append((leaf, one, parts))

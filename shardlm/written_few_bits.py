@@ -31,7 +31,7 @@ class InFewBits:
     """A scheme by its name, for one model.
 
     rounds    names of the tensors that are rounded, as the language model written alone has them
-    searched  whether groups' scales are searched (ops/schemes.py)
+    searched  whether scales are searched (ops/schemes.py)
     """
 
     name: SchemeName
@@ -71,7 +71,7 @@ def in_few_bits(
     if asked not in SCHEMES:
         raise ShardlmError(f"quantization={asked!r}; choose from {', '.join(get_args(SchemeName))}")
     rounds = checked(asked, config, names)
-    return InFewBits(asked, rounds, SCHEMES[asked].numbers == "int4" and trained != asked)
+    return InFewBits(asked, rounds, SCHEMES[asked].numbers != "int8" and trained != asked)
 
 
 def checked(
@@ -83,9 +83,10 @@ def checked(
     for tensor, params in _matrices(config, names):
         theirs = [own for leaf, param in params for own in leaf.names(param.shape)]
         if why := _refused(*zip(*((leaf.tensor, param) for leaf, param in params), strict=True), trained):
+            otherwise = "serve the model from 16 bits instead, with --quantization=fp8, int8 or int4"
             raise ShardlmError(
-                f"{name} is written of matrices, each result with a scale of its own, and {tensor} {why}; serve the "
-                "model from 16 bits instead, with --quantization=fp8, int8 or int4"
+                f"{name} is written of matrices, each result with a scale of its own, and {tensor} {why}; "
+                f"{'set matmul to dtype' if trained else otherwise}"
             )
         if not tensor.endswith(written.WEIGHT):
             continue

@@ -220,6 +220,8 @@ def test_the_reference_takes_no_second_copy_with_adapters_and_rests_in_the_compu
     full = Program.make(config_of("llama", precision="bf16"), mesh_of(MeshSpec()))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(full.frozen_shapes())} == {"bfloat16"}
     assert jax.tree.structure(full.frozen_shapes()) == jax.tree.structure(full.model.shapes)
+    rounded = Program.make(config_of("llama", precision="bf16", matmul="W8A8"), mesh_of(MeshSpec()))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(rounded.frozen_shapes())} == {"float32"}  # as what is trained
     adapted = Program.make(config_of("llama", lora=LoraConfig(4, base="int4")), mesh_of(MeshSpec()))
     assert jax.tree.structure(adapted.frozen_shapes()) == jax.tree.structure(adapted.model.frozen_shapes)
     assert jax.tree.structure(adapted.objective.reference.shapes) == jax.tree.structure(adapted.frozen_shapes())

@@ -124,7 +124,7 @@ GPT2 = Pretrained(str(pathlib.Path(__file__).parent / "hf" / "references" / "gpt
         ({"offload": OffloadConfig(params=True)}, r"with offload\.params: .*set offload\.params to False"),
         ({"grpo": GrpoConfig(reward=("m:f",))}, r"with grpo\.reward: .*set matmul to dtype"),
         ({"model": LLAMA}, r"W4A16 has groups of 128 inputs, which do not divide those of model\.layers"),
-        ({"model": GPT2, "matmul": "W8A8"}, r"c_attn\.weight has its inputs in another order"),
+        ({"model": GPT2, "matmul": "W8A8"}, r"c_attn\.weight has its inputs in another order; set matmul to dtype"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(changes, says):

@@ -36,10 +36,10 @@ def scales(w: np.ndarray, summed: Sequence[int], how: WeightFormat) -> np.ndarra
     """Of each result, on the host, the scale at which the largest of its weights fits, float32 [*made]: w has all of
     them, in the dimensions `summed`. Where weights are e4m3 numbers by a scale of their result already, as published
     ones for a tensor or a row are, scales that find those again; by those any other weight fits too."""
-    sizes = np.abs(w).max(tuple(summed)).astype(np.float32)
-    scale = sizes * (np.float32(1) / np.float32(_LARGEST[grouped(how)]))  # as XLA divides by a constant
+    scale = by_largest(w, summed, how)
     if grouped(how) != "fp8":
         return scale
+    sizes = np.abs(w).max(tuple(summed)).astype(np.float32)
     few = tuple(
         slice(0, SAMPLE if axis == max(summed) else 1) if axis in summed else slice(None) for axis in range(w.ndim)
     )
@@ -48,6 +48,12 @@ def scales(w: np.ndarray, summed: Sequence[int], how: WeightFormat) -> np.ndarra
     if not fits.any(axis=0).all():
         return scale
     return np.take_along_axis(np.array(tried), fits.argmax(axis=0)[None], axis=0)[0]
+
+
+def by_largest(w: np.ndarray, summed: Sequence[int], how: WeightFormat) -> np.ndarray:
+    """The same, as training has it (ops/quantized_matmul.py): whatever the numbers are already."""
+    sizes = np.abs(w).max(tuple(summed)).astype(np.float32)
+    return sizes * (np.float32(1) / np.float32(_LARGEST[grouped(how)]))  # as XLA divides by a constant
 
 
 def _exact(w: np.ndarray, scale: np.ndarray, summed: Sequence[int]) -> np.ndarray:

@@ -2,9 +2,11 @@
 (https://github.com/vllm-project/llm-compressor, "Schemes"): how projections are rounded when a folder is written
 (launch.convert --quantization) and when a run trains what it will serve (matmul=W4A16 and so on).
 
-Groups run along all that a weight sums over, as matrices of files have it, [results, inputs]. Numbers are made by
+Groups run along all that a weight sums over, as matrices of files have it, [results, inputs]. Their numbers are made by
 operations that every backend rounds alike but for one division, whose result is put right: what trains is what is
-written, to the bit.
+written, to the bit. Those with a scale for each result are as serving makes them on the host, by one division for a
+result: to the bit on a CPU; a GPU's reciprocal may be off in its last bit (rcp.approx.f32, compiled for an H100), and
+then the few numbers in the middle between two, to that bit, may be written as the other one.
 """
 
 import dataclasses
@@ -63,9 +65,11 @@ class Written(NamedTuple):
 
 def on_host(w: np.ndarray, scheme: Scheme, searched: bool = False) -> Written:
     """The numbers of a matrix float32 [O, I], of whole groups. `searched`: groups' scales are those of the least
-    squared error among some, instead of those by which the largest number fits."""
+    squared error among some, and a result's the one by which its weights are e4m3 numbers already, if they are, instead
+    of those by which the largest number fits, as in training."""
     if scheme.served_as:
-        scale = dynamic_matmul.scales(w, (1,), scheme.served_as)
+        of = dynamic_matmul.scales if searched else dynamic_matmul.by_largest
+        scale = of(w, (1,), scheme.served_as)
         return Written(dynamic_matmul.by_result(w, scale, scheme.served_as), scale[:, None])
     made = [_groups_on_host(rows, scheme, searched) for rows in np.array_split(w, max(1, w.size // AT_ONCE))]
     return Written(*(np.concatenate(parts) for parts in zip(*made, strict=True)))
@@ -110,10 +114,8 @@ def _as_served(w: jax.Array, summed: tuple[int, ...], scheme: Scheme) -> jax.Arr
         axes = spec[dim] if isinstance(spec[dim], tuple) else (spec[dim],)
         return math.prod(mesh.shape[axis] for axis in axes if axis is not None)
 
-    first, *inner = summed
-    of_device = math.prod(w.shape[dim] for dim in summed) // math.prod(map(ways, summed))
-    if any(ways(dim) > 1 for dim in inner) or (ways(first) > 1 and of_device % scheme.group):
-        # A device's part is not whole groups one after the other: all of what is summed over, then back.
+    # Where a device's numbers are not one after the other: all of what is summed over, then back.
+    if any(ways(dim) > 1 for dim in summed[1:]):
         whole = PartitionSpec(*(None if dim in summed else part for dim, part in enumerate(spec)))
         return jax.reshard(_in_groups(jax.reshard(w, whole), summed, scheme, whole), spec)
     return _in_groups(w, summed, scheme, spec)
@@ -123,17 +125,32 @@ as_served.defvjp(lambda w, summed, scheme: (_as_served(w, summed, scheme), None)
 
 
 def _in_groups(w: jax.Array, summed: tuple[int, ...], scheme: Scheme, spec: PartitionSpec) -> jax.Array:
-    """Of a weight whose devices have whole groups."""
-    limit = _LARGEST[scheme.numbers]
+    """Of a weight whose devices have numbers one after the other. Where groups lie across devices, these tell each
+    other their largest numbers alone."""
+    limit, at, group, over = _LARGEST[scheme.numbers], summed[0], scheme.group, spec[summed[0]]
 
     def local(w):
-        split = w.reshape(*w.shape[: summed[0]], -1, scheme.group, *w.shape[summed[-1] + 1 :])
-        largest = jnp.max(jnp.abs(split), axis=summed[0] + 1, keepdims=True) * np.float32(1 / np.float32(limit))
+        lead, numbers, made = w.shape[:at], math.prod(w.shape[at : summed[-1] + 1]), w.shape[summed[-1] + 1 :]
+        part = math.gcd(numbers, group)
+        split = w.reshape(*lead, -1, part, *made)
+        largest = jnp.max(jnp.abs(split), axis=at + 1)
+        if part < group:
+            largest = _of_groups(largest, at, group // part, over)
+        largest = jnp.expand_dims(largest, at + 1) * np.float32(1 / np.float32(limit))
         # Not a cast to bfloat16 and back, which XLA may leave out.
         scale = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=7)
         return (_rounded(jnp, split, scale, limit) * scale).reshape(w.shape)
 
     return shard_map(local, in_specs=spec, out_specs=spec)(w)
+
+
+def _of_groups(largest: jax.Array, at: int, each: int, over: Any) -> jax.Array:
+    """Of a device's parts of groups, along dimension `at`, what is the largest in all of the group; a group is so many
+    (`each`) parts, one after the other on the devices along `over`."""
+    count = largest.shape[at]
+    every = jax.lax.all_gather(largest, over, axis=at, tiled=True)
+    groups = every.reshape(*every.shape[:at], -1, each, *every.shape[at + 1 :]).max(at + 1)
+    return jax.lax.dynamic_slice_in_dim(jnp.repeat(groups, each, at), jax.lax.axis_index(over) * count, count, at)
 
 
 def _rounded(xp: Any, split: Any, scale: Any, limit: int) -> Any:

@@ -142,8 +142,9 @@ def _factored(weight: Weight, table: Table) -> int:
 
 
 def _frozen(sketch: Sketch) -> int:
-    """Under adapters all else, as it is held; in the compute dtype a teacher's weights, and the checkpoint's of
-    preference training and of that on rewards with a beta, but for what adapters stand on."""
+    """Under adapters all else, as it is held; in the compute dtype, or in float32 where they are rounded, a teacher's
+    weights, and the checkpoint's of preference training and of that on rewards with a beta, but for what adapters stand
+    on."""
     table = sketch.rules.rest
     frozen = [weight for weight in sketch.weights if not weight.trained]
     nbytes = sum(weight.numbers(table) * weight.itemsize for weight in frozen)
@@ -155,7 +156,8 @@ def _frozen(sketch: Sketch) -> int:
 
 def _held_bytes(weight: Weight, sketch: Sketch) -> int:
     """Of a number that no step changes (state.held_as)."""
-    return MASTER if weight.path.endswith("router_bias") else jnp.dtype(sketch.execution.dtype).itemsize
+    exact = sketch.execution.by_scheme or weight.path.endswith("router_bias")
+    return MASTER if exact else jnp.dtype(sketch.execution.dtype).itemsize
 
 
 def _replicas(sketch: Sketch, trained: list[Weight]) -> int:

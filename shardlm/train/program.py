@@ -153,10 +153,13 @@ class Program:
 
     def frozen_shapes(self) -> Any:
         """Of `TrainState.frozen`, at rest: the weights that adapters stand on, or those that preferences and rewarded
-        replies are measured from, and a teacher's; None where there are none."""
+        replies are measured from, and a teacher's; None where there are none. What training rounds is measured from
+        what is rounded of the same float32 weights."""
         config = self.config
         compared = config.preference.compares or config.grpo.beta
         own = self.model.held_at_rest(self.mesh) if config.lora.rank or compared else None
+        if config.preference.compares and self.model.execution.by_scheme:
+            own = self._as_trained()
         return {**(own or {}), TEACHER: self.teacher.held_at_rest(self.mesh)} if self.teacher else own
 
     @property
@@ -177,7 +180,10 @@ class Program:
         as adapters do."""
         if self.config.lora.rank or not isinstance(self.config.model, Pretrained):
             return None
-        return self._read(jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes))
+        return self._read(self._as_trained())
+
+    def _as_trained(self) -> Any:
+        return jax.tree.map(lambda s: at_rest(s, self.mesh), self.model.shapes)
 
     def encoder(self) -> Any:
         """What is trained of that checkpoint's encoder of images, as it begins; None where nothing is."""

@@ -33,6 +33,7 @@ VARIANTS = [
     {"optim.name": "adamw", "precision": "fp16", "lora.rank": "4"},
     {"optim.name": "adamw", "precision": "bf16", "lora.rank": "4", "lora.base": "int4"},
     {"optim.name": "adamw", "precision": "bf16", "preference.beta": "0.1", "data.packing": "pairs"},
+    {"optim.name": "lion", "precision": "bf16", "preference.beta": "0.1", "data.packing": "pairs", "matmul": "W8A8"},
     {
         "optim.name": "adamw",
         "precision": "bf16",
