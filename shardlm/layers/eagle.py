@@ -4,6 +4,7 @@ drafts is serve/speculation/eagle.py's."""
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,13 @@ class EagleConfig:
     """reads      numbers of each token that it is made of: streams between layers of the other decoder, side by side
     vocab_size  of the tokens that it proposes, which are some of the other's, or all
     normed      what it reads has a norm first (vllm-project/speculators, norm_before_fc)
+    goes_on     what of its own stream further drafts read: as it is, or after its last norm (EAGLE 3.1, norm_output)
     """
 
     reads: int
     vocab_size: int
     normed: bool = False
+    goes_on: Literal["stream", "normed"] = "stream"
 
 
 class Eagle(nnx.Module):

@@ -4,6 +4,7 @@ over whole rows wherever chunks end, and as good after shared prefixes and preem
 import dataclasses
 import functools
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -147,6 +148,25 @@ def test_drafts_are_those_of_the_head_run_over_the_whole_row(weights, drafting):
             assert replies_to(engine, [prompt]) == ([reply], found) and engine.stats().prefix_hits > hits
             drafts, right = drafts + found.drafted, right + sum(found.accepted)
         assert 0.1 < right / drafts < 0.9
+
+
+@pytest.mark.wide
+def test_a_head_whose_own_stream_goes_on_after_its_norm(weights, monkeypatch):
+    """EAGLE 3.1: served it drafts as by hand, and not as one whose stream goes on as it is."""
+    prompt, rng = PROMPTS[0], np.random.default_rng(0)
+    rest = {name: part for name, part in weights[1].items() if name not in ("embedding", "eagle")}
+    both = weights[0], weights[1] | jax.tree.map(functools.partial(blurred, rng), rest)
+
+    def normed(*of, plain=head_for):
+        head = plain(*of)
+        return dataclasses.replace(head, eagle=dataclasses.replace(head.eagle, goes_on="normed"))
+
+    [reply], plain = replies_to(engine_of(both, MeshSpec()), [prompt])
+    by_one_device.cache_clear()
+    monkeypatch.setattr(sys.modules[__name__], "head_for", normed)
+    found = replies_to(engine_of(both, MeshSpec()), [prompt])
+    assert found == ([reply], by_hand(both, prompt, reply)) and found[1] != plain
+    by_one_device.cache_clear()
 
 
 @pytest.mark.wide
