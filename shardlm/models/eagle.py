@@ -33,13 +33,13 @@ INSIDE = {
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
     "eh_proj_before_attn": False,
-    "fc_norm": False,  # a norm of each stream alone
 }
 # What NVIDIA's files say inside of it, and others beside it, by its name there and the one here.
 EITHER = {
     "norm_before_fc": "norm_before_fc",
     "norm_before_residual": "norm_before_residual",
     "norm_output": "norm_output",
+    "fc_norm": "fc_norm",
     "return_hidden_post_norm": "norm_output",
 }
 MAP = "d2t"  # the tensor that says how far each proposed token's number is from its place
@@ -95,7 +95,6 @@ def plain(config: Mapping[str, Any]) -> tuple[dict[str, Any], Streams]:
         own = _of_speculators(config)
     inside = own.pop("eagle_config", None) or {}
     own |= {known: inside[name] for name, known in EITHER.items() if inside.get(name) is not None}
-    inside = {**inside, **({"fc_norm": alone} if (alone := own.pop("fc_norm", None)) is not None else {})}
     wrong = {name: inside[name] for name, known in INSIDE.items() if inside.get(name, known) != known}
     if kind not in (None, "eagle3") or wrong:
         told = ", ".join(f"{name}={value!r}" for name, value in (wrong or {"speculators_model_type": kind}).items())
@@ -141,7 +140,12 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     first = "normed" if options("norm_before_residual", False) else "stream"
     reads = options("streams") * options("target_hidden_size", options("hidden_size"))
     goes_on = "normed" if options("norm_output", False) else "stream"
-    eagle = EagleConfig(reads, proposed, bool(options("norm_before_fc", False)), goes_on)
+    whole, apart = bool(options("norm_before_fc", False)), bool(options("fc_norm", False))
+    if whole and apart:
+        raise ShardlmError(
+            "config.json has norm_before_fc and fc_norm; a head has one norm of what it reads or the other"
+        )
+    eagle = EagleConfig(reads, proposed, options("streams") if apart else int(whole), goes_on)
 
     def block(layer: int) -> BlockConfig:
         beside = "none" if layer else first
@@ -154,4 +158,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     norms = {} if block.beside == "none" else {"attention_norm": "hidden_norm", "beside_norm": "input_layernorm"}
     own = {"eagle.fc": Tensor("fc.weight", "D R -> R D"), "eagle.fc_norm.scale": Tensor("input_norm.weight")}
+    if config.eagle.normed > 1:
+        pieces = ("fc_norm.{piece}.weight", config.eagle.normed)
+        own["eagle.fc_norms.scale"] = Tensor("fc_norm.weight", "(N R) -> N R", pieces=pieces)
     return standard(**norms) | own

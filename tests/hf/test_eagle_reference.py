@@ -42,17 +42,21 @@ def head_of(folder, model, dtype="float32"):
     return open_draft_model(asked(folder), model.config, 64, MeshSpec(), dtype)
 
 
-@pytest.mark.parametrize("end", ["", "_normed"])
+@pytest.mark.parametrize("end", ["", "_normed", "_apart"])
 @pytest.mark.parametrize("name", ["specforge", "speculators"])
 def test_a_head_says_what_torch_says(name, end, target, tmp_path):
-    """`_normed`: of EAGLE 3.1, whose own stream goes on after its last norm; one says so as NVIDIA's files do."""
+    """Of EAGLE 3.1 `_normed`, whose own stream goes on after its last norm, which one says as NVIDIA's files do, and
+    `_apart`, with norms of each stream besides."""
     model, params, mesh = target
     folder = shutil.copytree(HERE / name, tmp_path / "head")
     if end:
-        said = {"norm_output": True, "fc_norm": False}
-        change_config(
-            folder, **(said if name == "speculators" else {"eagle_config": {"return_hidden_post_norm": True}})
-        )
+        said = {"norm_output": True, "fc_norm": end == "_apart"}
+        if end == "_apart":
+            scales = {f"fc_norm.{i}.weight": np.linspace(0.5 + i, 1.5, 16, dtype=np.float32) for i in range(3)}
+            change_tensors(folder, **scales, **({"input_norm.weight": None} if name == "speculators" else {}))
+            said["norm_before_fc"] = False
+        inside = {"fc_norm": said["fc_norm"], "return_hidden_post_norm": True}
+        change_config(folder, **(said if name == "speculators" else {"eagle_config": inside}))
     stored = {n: a.read(...) for n, a in hf_files.header(HERE / "expected.safetensors.reference").items()}
     streams, text = stored[f"{name}_streams"], jnp.pad(jnp.asarray(stored["tokens"]), ((0, 0), (0, 4)))
     head, last = head_of(folder, model), stored["tokens"].shape[1] - 1
@@ -104,8 +108,8 @@ def test_what_cannot_draft_is_refused(tmp_path, target):
     refused('model_type="deepseek_v3"; in a head that drafts are supported: llama, qwen3', model_type="deepseek_v3")
     refused("speculators_model_type='peagle', which is no head of EAGLE-3", speculators_model_type="peagle")
     refused("use_aux_hidden_state=False, which is no head", eagle_config={"use_aux_hidden_state": False})
-    refused("fc_norm=True, which is no head of EAGLE-3 that", fc_norm=True)
-    refused("fc_norm=True, which is no head of EAGLE-3 that", name="speculators", fc_norm=True)
+    refused("fc_norm.weight is missing", fc_norm=True)
+    refused("has norm_before_fc and fc_norm; a head has one norm of what it reads", name="speculators", fc_norm=True)
     refused("input_norm.weight is missing", eagle_config={"norm_before_fc": True})
     refused("options that shardlm does not know.*norm_twice=True", norm_twice=True)
     refused("d2t is missing, and the head needs .40.", tensors={"d2t": None})
