@@ -151,21 +151,24 @@ def test_drafts_are_those_of_the_head_run_over_the_whole_row(weights, drafting):
 
 
 @pytest.mark.wide
-def test_a_head_whose_own_stream_goes_on_after_its_norm(weights, monkeypatch):
-    """EAGLE 3.1: served it drafts as by hand, and not as one whose stream goes on as it is."""
+def test_a_head_of_eagle_3_1(weights, monkeypatch):
+    """With norms of each stream, and its own stream goes on after its last norm: over two devices it drafts as by hand,
+    and not as one without."""
     prompt, rng = PROMPTS[0], np.random.default_rng(0)
     rest = {name: part for name, part in weights[1].items() if name not in ("embedding", "eagle")}
-    both = weights[0], weights[1] | jax.tree.map(functools.partial(blurred, rng), rest)
+    own = weights[1] | jax.tree.map(functools.partial(blurred, rng), rest)
+    scales = {"scale": rng.uniform(0.5, 1.5, (len(STREAMS), SHAPE.embed_dim)).astype(np.float32)}
+    other = own | {"eagle": own["eagle"] | {"fc_norms": scales}}
 
-    def normed(*of, plain=head_for):
+    def made(*of, plain=head_for):
         head = plain(*of)
-        return dataclasses.replace(head, eagle=dataclasses.replace(head.eagle, goes_on="normed"))
+        return dataclasses.replace(head, eagle=dataclasses.replace(head.eagle, normed=len(STREAMS), goes_on="normed"))
 
-    [reply], plain = replies_to(engine_of(both, MeshSpec()), [prompt])
+    [reply], plain = replies_to(engine_of((weights[0], own), MeshSpec()), [prompt])
     by_one_device.cache_clear()
-    monkeypatch.setattr(sys.modules[__name__], "head_for", normed)
-    found = replies_to(engine_of(both, MeshSpec()), [prompt])
-    assert found == ([reply], by_hand(both, prompt, reply)) and found[1] != plain
+    monkeypatch.setattr(sys.modules[__name__], "head_for", made)
+    found = replies_to(engine_of((weights[0], other), SPECS["two"]), [prompt])
+    assert found == ([reply], by_hand((weights[0], other), prompt, reply)) and found[1] != plain
     by_one_device.cache_clear()
 
 
