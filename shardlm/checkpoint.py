@@ -38,6 +38,7 @@ from shardlm.checkpoint_messages import quiet_orbax, reason, save_failed
 from shardlm.checkpoint_slices import StoredArray, first_chunk
 from shardlm.errors import ShardlmError
 from shardlm.files import cannot_write
+from shardlm.life import while_growing
 from shardlm.unread import Unread
 
 BEST_METRIC = "validation_loss"
@@ -158,7 +159,7 @@ class Checkpoints:
             ShardlmError: it failed; the earlier checkpoints are intact.
         """
         if self._saving:
-            with self._explained():
+            with self._explained(), while_growing(self.directory / f"{self._saving.step}{TEMPORARY}"):
                 self._writer.wait()
             self._saving = None
 

@@ -42,8 +42,10 @@ def drafted(head: ModelDef, params, streams: jax.Array, text: jax.Array, last: j
     for i in range(count):
         ctx, at = Packed(jnp.ones_like(text), head.execution.rules), last - 1 + i
         ctx = dataclasses.replace(ctx, inputs=lm.embed(jnp.roll(text, -1, axis=1), positions)[None])
-        made, _, _ = lm.run(x, positions, ctx, None)
-        found.append(lm.eagle.of_all(lm.logits(lm.finish(made))[:, at], head.execution))
+        stream, _, _ = lm.run(x, positions, ctx, None)
+        finished = lm.finish(stream)
+        made = finished if lm.eagle.config.goes_on == "normed" else stream
+        found.append(lm.eagle.of_all(lm.logits(finished)[:, at], head.execution))
         drafts.append(jnp.argmax(found[-1], axis=-1).astype(jnp.int32))
         text = text.at[:, last + 1 + i].set(drafts[-1])
         x = x.at[:, at + 1].set(made[:, at])

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from ports import free_port
 
+from shardlm import checkpoint
 from shardlm.checkpoint import CheckpointConfig, Checkpoints, retained
 from shardlm.errors import ShardlmError
 
@@ -124,7 +125,9 @@ def test_a_part_that_the_run_was_without_is_said(tmp_path):
         Checkpoints(tmp_path).restore_params(abstract(state["params"]), name="ema", optional=("mtp",))
 
 
-def test_a_save_returns_before_it_is_done_and_donation_does_not_touch_it(tmp_path):
+def test_a_save_returns_before_it_is_done_and_donation_does_not_touch_it(tmp_path, monkeypatch):
+    watched = []
+    monkeypatch.setattr(checkpoint, "while_growing", lambda path: watched.append(path) or contextlib.nullcontext())
     double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
     state = on_mesh({"params": jnp.ones((2048, 2048))}, (2, 4))
     wanted = abstract(state)
@@ -135,6 +138,7 @@ def test_a_save_returns_before_it_is_done_and_donation_does_not_touch_it(tmp_pat
         checkpoints.wait()
         assert checkpoints.steps() == [1]
         checkpoints.save(1, state, {}, {})  # where the run stands: nothing to do
+    assert watched == [tmp_path / f"1{checkpoint.TEMPORARY}"]  # as a slow save gives signs of life
     assert_same(Checkpoints(tmp_path).restore(wanted).state, {"params": jnp.ones((2048, 2048))})
 
 

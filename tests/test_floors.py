@@ -31,7 +31,7 @@ FLOORS = [
         "flops",
         "token_bound",
         "tokenizer",
-        *("chat", "progress_bar", "versions"),
+        *("chat", "progress_bar", "versions", "life"),
     },
     {"gguf_files"},
     {"hf_files", "weight_files", "safetensors_files", "torch_files", "torch_pickle", "stored"},

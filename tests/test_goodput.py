@@ -118,6 +118,18 @@ def test_the_recorder_survives_a_kill(tmp_path, monkeypatch):
     assert sum(summary.fractions.values()) == pytest.approx(1)
 
 
+def test_the_time_until_a_run_that_was_stopped_goes_on_is_not_counted(tmp_path, monkeypatch):
+    """As the loop leaves it: the end of the session writes once more."""
+    clock = [1000.0]
+    monkeypatch.setattr("shardlm.metrics.goodput.time.time", lambda: clock[0])
+    with Goodput(tmp_path, step=0, started=990.0) as first:
+        first.stop()
+        clock[0] += 30.0  # a tracker is waited for
+    with Goodput(tmp_path, step=0, started=9000.0):
+        pass
+    assert summarise(read(tmp_path / "goodput.jsonl")).seconds["down"] == 0.0
+
+
 def test_measuring_refuses_what_would_count_twice_or_nowhere(tmp_path):
     with Goodput(tmp_path, step=0, started=0.0) as goodput:
         twice = pytest.raises(ValueError, match=r"measure\('data'\) inside measure\('step'\)")

@@ -79,7 +79,7 @@ def run(tmp_path, monkeypatch):
 
 def session(run, name, steps, resume_step=0, said=None):
     say = (said if said is not None else []).append
-    with MetricsLog(run, resume_step, trackers=[Tracker(name, run, resume_step > 0, say)]) as log:
+    with MetricsLog(run, resume_step, trackers=lambda: [Tracker(name, run, resume_step > 0, say)]) as log:
         for step in steps:
             log.write(step, {"loss": 2.0, "validation_loss/*.txt": 1.0, "expert_load": [1.0, 2.0]})
     found = sys.modules[name].calls
@@ -111,7 +111,7 @@ def test_mlflow_and_trackio_get_the_same(run, monkeypatch):
 
 
 def test_a_run_that_ends_in_an_error_has_failed(run):
-    with pytest.raises(ShardlmError), MetricsLog(run, trackers=[Tracker("wandb", run, False, print)]):
+    with pytest.raises(ShardlmError), MetricsLog(run, trackers=lambda: [Tracker("wandb", run, False, print)]):
         raise ShardlmError("no space")
     assert sys.modules["wandb"].calls[-1] == ("finish", 1)
 
@@ -144,6 +144,25 @@ def test_a_tracker_that_stands_still_holds_nothing_up(run, monkeypatch):
     )
     goes_on.set()
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [*range(1, 9)]
+
+
+def test_the_end_of_a_run_waits_once_for_all_and_tells_each_at_once(run, monkeypatch):
+    """The first hangs: the second ends all the same, and what is open is closed though the user waits no longer."""
+    goes_on, ended, said = threading.Event(), threading.Event(), []
+    monkeypatch.setitem(trackers._KNOWN, "wandb", (lambda *_: goes_on.wait(60), "WANDB_PROJECT"))
+    session = "theirs", lambda *_: None, lambda failed: ended.set()
+    monkeypatch.setitem(trackers._KNOWN, "mlflow", (lambda *_: session, "MLFLOW_EXPERIMENT_NAME"))
+
+    def interrupted(self, until):
+        assert ended.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tracker, "wait", interrupted)
+    log = MetricsLog(run, trackers=lambda: [Tracker(name, run, False, said.append) for name in ("wandb", "mlflow")])
+    with pytest.raises(KeyboardInterrupt):
+        log.close()
+    goes_on.set()
+    assert log._lines._file.closed and not said
 
 
 def test_what_is_not_installed_is_refused(run):

@@ -77,7 +77,11 @@ def test_a_part_of_each_source_stands_for_all_of_it(data, monkeypatch):
 
 def test_one_source_is_the_whole(data, monkeypatch):
     one = dataclasses.replace(data, validation_sources={"web.txt": data.validation})
-    assert evaluator(one, monkeypatch)(None).keys() == {"validation_loss", "perplexity", "bits_per_byte"}
+    signs = []
+    monkeypatch.setattr(evaluate, "alive", lambda: signs.append(1))
+    found = evaluator(one, monkeypatch)
+    assert found(None).keys() == {"validation_loss", "perplexity", "bits_per_byte"}
+    assert len(signs) == len([*found.batches()])  # of life, of each batch
 
 
 def test_a_source_without_a_scored_token_is_told(data, monkeypatch):

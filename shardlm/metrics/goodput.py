@@ -168,7 +168,7 @@ def summarise(events: Sequence[dict[str, Any]]) -> Summary:
         total = {name: total[name] + seconds.get(name, 0.0) for name in total}
         lost_steps += lost
     for session, following in itertools.pairwise(sessions):
-        if session[-1]["event"] != "stop":
+        if all(event["event"] != "stop" for event in session):  # what is spent on leaving comes after it
             total["down"] += max(0.0, following[0]["time"] - session[-1]["time"])
     return Summary(total, len(sessions), lost_steps)
 

@@ -6,7 +6,7 @@ training loop.
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from tensorboardX.event_file_writer import EventsWriter
@@ -15,7 +15,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from shardlm.files import cannot_write
 from shardlm.metrics.jsonl import JsonLines
-from shardlm.metrics.trackers import Tracker
+from shardlm.metrics.trackers import Tracker, end_all
 
 TRAIN_LOSS, VALIDATION_LOSS = "loss", "validation_loss"  # the two names that other modules look for
 BY_SOURCE = f"{VALIDATION_LOSS}/"  # and the source's name: of one of several
@@ -34,21 +34,22 @@ class MetricsLog:
         run_dir: str | os.PathLike,
         resume_step: int = 0,
         enabled: bool = True,
-        trackers: Sequence[Tracker] = (),
+        trackers: Callable[[], Sequence[Tracker]] = tuple,
     ):
         """Opens the logs of `run_dir` to continue after `resume_step` steps: later lines are dropped, all of
-        them where it is 0. One process of a run is `enabled`; for the others each method does nothing. `trackers` get
-        what TensorBoard does.
+        them where it is 0. One process of a run is `enabled`; for the others each method does nothing. `trackers`, made
+        once the logs are open, get what TensorBoard does.
 
         Raises:
             ShardlmError: a log is damaged or cannot be written.
         """
-        self._enabled, self._trackers = enabled, trackers
+        self._enabled = enabled
         if not enabled:
             return
         run_dir = pathlib.Path(run_dir)
         self._lines = JsonLines(run_dir / FILE_NAME, lambda line: 0 < resume_step >= line.get("step", 0))
         self._events = _Events(run_dir / "tensorboard", resume_step)
+        self._trackers = trackers()
 
     def write(self, step: int, metrics: Mapping[str, float | np.ndarray]) -> None:
         """Records `metrics` after `step` steps; "step" and "time" (seconds since 1970) are no names for one. An array
@@ -69,10 +70,11 @@ class MetricsLog:
     def close(self, failed: bool = False) -> None:
         """`failed`: the run ended in an error."""
         if self._enabled:
-            for tracker in self._trackers:
-                tracker.close(failed)
-            self._lines.close()
-            self._events.close()
+            try:
+                end_all(self._trackers, failed)
+            finally:  # also where nobody waits for a tracker any more (Ctrl-C)
+                self._lines.close()
+                self._events.close()
 
     def __enter__(self) -> "MetricsLog":
         return self

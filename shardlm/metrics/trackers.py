@@ -10,6 +10,7 @@ import pathlib
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from shardlm.run_files import CONFIG
 
 TrackerName = Literal["wandb", "mlflow", "trackio"]
 WAITING = 10_000  # lines that may wait for a tracker; further ones are not sent
-PATIENCE = 30.0  # seconds that the end of a run waits for one
+PATIENCE = 30.0  # seconds that the end of a run waits for all of them
 
 # What each gives: the name it knows its run by, (step, metrics) -> None, and (whether the run failed) -> None.
 _Session = tuple[str, Callable[[int, Mapping[str, float]], Any], Callable[[bool], Any]]
@@ -53,11 +54,17 @@ class Tracker:
         except queue.Full:
             self._lose(f"is {WAITING:,} lines behind, and further ones are not sent; the run goes on")
 
-    def close(self, failed: bool = False) -> None:
-        """Ends the run there, and waits for what is on its way for so long as PATIENCE says."""
-        with contextlib.suppress(queue.Full):
-            self._waiting.put(failed, timeout=PATIENCE if self._thread.is_alive() else 0)
-        self._thread.join(PATIENCE)
+    def end(self, failed: bool = False) -> None:
+        """Ends the run there once it has what is on its way, and returns at once."""
+        while True:
+            with contextlib.suppress(queue.Full):
+                return self._waiting.put_nowait(failed)
+            with contextlib.suppress(queue.Empty):  # its oldest line makes room
+                self._waiting.get_nowait()
+
+    def wait(self, until: float) -> None:
+        """For the end of the run there, until this time (time.monotonic)."""
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._lose(f"was not done {PATIENCE:.0f} s after the run's end, and is left")
 
@@ -84,6 +91,15 @@ class Tracker:
         if not self._lost:
             self._lost = what
             self._say(f"warning: the tracker {self._name} {what}; metrics.jsonl has all")
+
+
+def end_all(trackers: Sequence[Tracker], failed: bool = False) -> None:
+    """Ends the run in all of them, and waits for what is on its way for so long as PATIENCE says."""
+    until = time.monotonic() + PATIENCE
+    for tracker in trackers:
+        tracker.end(failed)
+    for tracker in trackers:
+        tracker.wait(until)
 
 
 def _wandb(wandb: Any, project: str, where: pathlib.Path, before: str | None, config: dict[str, Any]) -> _Session:

@@ -32,6 +32,15 @@ INSIDE = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
+    "eh_proj_before_attn": False,
+}
+# What NVIDIA's files say inside of it, and others beside it, by its name there and the one here.
+EITHER = {
+    "norm_before_fc": "norm_before_fc",
+    "norm_before_residual": "norm_before_residual",
+    "norm_output": "norm_output",
+    "fc_norm": "fc_norm",
+    "return_hidden_post_norm": "norm_output",
 }
 MAP = "d2t"  # the tensor that says how far each proposed token's number is from its place
 
@@ -85,6 +94,7 @@ def plain(config: Mapping[str, Any]) -> tuple[dict[str, Any], Streams]:
     if kind:
         own = _of_speculators(config)
     inside = own.pop("eagle_config", None) or {}
+    own |= {known: inside[name] for name, known in EITHER.items() if inside.get(name) is not None}
     wrong = {name: inside[name] for name, known in INSIDE.items() if inside.get(name, known) != known}
     if kind not in (None, "eagle3") or wrong:
         told = ", ".join(f"{name}={value!r}" for name, value in (wrong or {"speculators_model_type": kind}).items())
@@ -106,7 +116,15 @@ def _of_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     """Its config.json has that of the layers inside, without what those usually have."""
     inside = config.get("transformer_layer_config") or {}
     own = {**USUAL.get(inside.get("model_type", "llama"), {}), **inside, "tie_word_embeddings": False}
-    beside = ("draft_vocab_size", "target_hidden_size", LAYERS, "norm_before_fc", "quantization_config")
+    beside = (
+        "draft_vocab_size",
+        "target_hidden_size",
+        LAYERS,
+        "norm_before_fc",
+        "norm_output",
+        "fc_norm",
+        "quantization_config",
+    )
     own |= {name: config[name] for name in beside if config.get(name) is not None}
     return own | {"norm_before_residual": config.get("norm_before_residual", True)}
 
@@ -121,7 +139,13 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
     windows = hf_decoder.sliding(options, lambda layer: False)
     first = "normed" if options("norm_before_residual", False) else "stream"
     reads = options("streams") * options("target_hidden_size", options("hidden_size"))
-    eagle = EagleConfig(reads, proposed, bool(options("norm_before_fc", False)))
+    goes_on = "normed" if options("norm_output", False) else "stream"
+    whole, apart = bool(options("norm_before_fc", False)), bool(options("fc_norm", False))
+    if whole and apart:
+        raise ShardlmError(
+            "config.json has norm_before_fc and fc_norm; a head has one norm of what it reads or the other"
+        )
+    eagle = EagleConfig(reads, proposed, options("streams") if apart else int(whole), goes_on)
 
     def block(layer: int) -> BlockConfig:
         beside = "none" if layer else first
@@ -134,4 +158,7 @@ def from_hf(options: Options, length: int) -> TransformerConfig:
 def names(config: TransformerConfig, block: BlockConfig) -> Names:
     norms = {} if block.beside == "none" else {"attention_norm": "hidden_norm", "beside_norm": "input_layernorm"}
     own = {"eagle.fc": Tensor("fc.weight", "D R -> R D"), "eagle.fc_norm.scale": Tensor("input_norm.weight")}
+    if config.eagle.normed > 1:
+        pieces = ("fc_norm.{piece}.weight", config.eagle.normed)
+        own["eagle.fc_norms.scale"] = Tensor("fc_norm.weight", "(N R) -> N R", pieces=pieces)
     return standard(**norms) | own

@@ -1,5 +1,5 @@
 """Tensors that checkpoints have in pieces, one after the other along their first dimension: tables of n-grams
-(Qwen4-Exp)."""
+(Qwen4-Exp), norms of streams (EAGLE 3.1)."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ import numpy as np
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import Stored
 
-PIECE = re.compile(r"(.*\.ngram_embedding)\.shard_(\d+)\.weight$")
+PIECE = re.compile(r"(.*\.ngram_embedding(?=\.shard)|(?:.*\.)?fc_norm(?=\.\d))\.(?:shard_)?(\d+)\.weight$")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,8 @@ class Holdings:
         self.encoder_cache.hold(request, computed)
         request.slot = self._free_slots.pop()
         if self.pages.snapshots is not None and request.params.prompt_logprobs is None:
-            found = computed // self.pages.page_size
-            self.pages.snapshots.begin(request.id, request.slot, len(request.tokens), shareable, found, known)
+            found, lengths = computed // self.pages.page_size, (request.prompt_len, len(request.tokens))
+            self.pages.snapshots.begin(request.id, request.slot, *lengths, shareable, found, known)
         for group, row in enumerate(self._table[request.slot]):
             pages = self.pages.pages(request.id, group)
             row[: len(pages)] = pages

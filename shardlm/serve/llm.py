@@ -13,6 +13,7 @@ from typing import Any
 from shardlm.chat import ChatTemplate
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import read_generation
+from shardlm.life import alive
 from shardlm.mesh import MeshSpec
 from shardlm.opened import describe
 from shardlm.progress_bar import count_bar
@@ -344,6 +345,7 @@ class LLM:
                             add(added)
                             added += 1
                         done |= {output.request_id: output for output in self.engine.step() if output.finished}
+                        alive()
                         tell(len(done))
             except Exception:
                 for id in ids:

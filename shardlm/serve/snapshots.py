@@ -6,7 +6,8 @@ where texts are copied; what is copied is the runner's (memory_copies.py). No ja
 A copy takes as much as the keys and values of a thousand tokens or so, thus few are made: of a text that is read, near
 its end, where the next turn of a conversation goes on; and where it turns out that another text had the same beginning,
 at the end of that, where others will go on (as SGLang does, https://github.com/sgl-project/sglang/pull/14792). What was
-used longest ago makes room.
+used longest ago makes room. A text that is read again with a part of its reply, as after preemption, is copied near the
+end of its prompt too where there is no copy of that any more (new weights, a reset): others have that prompt alone.
 """
 
 import collections
@@ -39,14 +40,16 @@ class Snapshots:
         """One without copies in its place."""
         return Snapshots(self.first, self.count, self.page_size, self.least, self.tail)
 
-    def begin(self, owner: Hashable, slot: int, length: int, hashes: Sequence[bytes], found: int, known: int) -> None:
-        """A text of `length` tokens is read in a slot from the end of its first `found` pages on, of which there is a
-        copy; `known` pages have been read with the same beginning."""
+    def begin(
+        self, owner: Hashable, slot: int, prompt: int, length: int, hashes: Sequence[bytes], found: int, known: int
+    ) -> None:
+        """A text of `length` tokens, of which its `prompt` has so many, is read in a slot from the end of its first
+        `found` pages on, of which there is a copy; `known` pages have been read with the same beginning."""
         if found:
             self._slot_of.move_to_end(hashes[found - 1])
             self._restored.append((self._slot_of[hashes[found - 1]], slot))
         ends, last = [], found
-        for end in (known, (length - self.tail) // self.page_size):
+        for end in sorted((known, *((tokens - self.tail) // self.page_size for tokens in (prompt, length)))):
             if (end - last) * self.page_size >= self.least:
                 ends.append(end * self.page_size)
                 last = end

@@ -43,8 +43,8 @@ class TrainConfig:
     eval_every     steps between evaluations
     eval_batches   validation batches an evaluation reads, with data.weights of each source; 0 reads all
     max_bad_steps  non-finite steps in a row that stop the run; each is skipped and reported
-    stuck_seconds  after which a run ends in which nothing goes on any more, saying what each process was doing
-                   (stuck.py); 0: never
+    stuck_seconds  without a sign of life after which a run ends, saying what each process was doing (stuck.py);
+                   0: never, as under a debugger
     baselines      compare the final validation loss with unigram and bigram models of the training tokens
     sample_prompt  at the end, show what the model makes of this text; "" shows nothing
     """

@@ -16,6 +16,7 @@ from shardlm.data.packing import Batch, make_rows
 from shardlm.data.prepare import Prepared
 from shardlm.data.shards import TokenShards
 from shardlm.errors import ShardlmError
+from shardlm.life import alive
 from shardlm.metrics.log import BY_SOURCE, VALIDATION_LOSS
 from shardlm.train.batches import local_rows
 from shardlm.train.program import Program
@@ -64,6 +65,7 @@ class Evaluator:
         for batch in self._rows(shards, rows):
             found = self.compiled(params, frozen, self.program.on_devices(batch, rows, eyes))
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
+            alive()
         return sums
 
     def _part_read(self, shards: TokenShards) -> float:

@@ -114,24 +114,28 @@ class Run:
         if profile:
             profile.check(config.train.steps, done=step)
         patience = config.train.stuck_seconds
-        goodput = Goodput(run_dir, step, started, first, Patience(patience) if patience else None)
-        progress = ProgressLine(config.train.steps, step, enabled=first)
-        progress.note(origin)
-        with goodput.measure("compile"):
-            xla = program.xla_options()
-            if xla.left_out:
-                progress.note(xla.report())
-            compiled = program.compile_all(dict(xla.options))
-            train_step = program.strategy.assemble(compiled)
-            evaluator = task.evaluator(dict(xla.options))
-        gpu = hardware.lookup(jax.devices()[0].device_kind)
-        peak = gpu and gpu.peak.of(config.precision)
-        meter = RateMeter(peak, jax.device_count())
-        names = config.trackers if first else ()
-        trackers = [Tracker(name, run_dir, step > 0, progress.note) for name in names]
-        log = MetricsLog(run_dir, step, enabled=first, trackers=trackers)
-        profiler = Profiler(profile, program, lambda: {name: compiled[name].as_text() for name in compiled})
-        parts = (program, task, source, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
+        with contextlib.ExitStack() as undone:  # where what follows fails
+            watch = Patience(patience) if patience else None
+            goodput = undone.enter_context(Goodput(run_dir, step, started, first, watch))
+            progress = ProgressLine(config.train.steps, step, enabled=first)
+            progress.note(origin)
+            with goodput.measure("compile"):
+                xla = program.xla_options()
+                if xla.left_out:
+                    progress.note(xla.report())
+                compiled = program.compile_all(dict(xla.options))
+                train_step = program.strategy.assemble(compiled)
+                evaluator = task.evaluator(dict(xla.options))
+            gpu = hardware.lookup(jax.devices()[0].device_kind)
+            peak = gpu and gpu.peak.of(config.precision)
+            meter = RateMeter(peak, jax.device_count())
+            names = config.trackers if first else ()
+            log = MetricsLog(
+                run_dir, step, first, lambda: [Tracker(n, run_dir, step > 0, progress.note) for n in names]
+            )
+            profiler = Profiler(profile, program, lambda: {name: compiled[name].as_text() for name in compiled})
+            parts = (program, task, source, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
+            undone.pop_all()
         return cls(*parts, state, step)
 
     def __enter__(self) -> "Run":
@@ -139,11 +143,12 @@ class Run:
         return self
 
     def __exit__(self, *error) -> None:
-        self.say(self.profiler.close())
-        self.progress.__exit__(*error)
-        self.log.close(failed=error[0] is not None)
-        self.source.close()
-        self.goodput.__exit__(*error)
+        with contextlib.ExitStack() as closing:  # each, whatever becomes of those before; from the last one on
+            closing.callback(self.goodput.__exit__, *error)
+            closing.callback(self.source.close)
+            closing.callback(self.log.close, failed=error[0] is not None)
+            closing.callback(self.progress.__exit__, *error)
+            self.say(self.profiler.close())
 
     def say(self, text: str) -> None:
         """A line above the progress line, from the first process; nothing for ""."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from shardlm import distributed
+from shardlm import distributed, life
 from shardlm.metrics.progress import format_duration
 
 KEY = "shardlm/stuck/"  # of jax's coordinator: what each process says that finds itself stuck
@@ -31,8 +31,9 @@ WATCHED = {
 
 
 class Patience:
-    """Watches the parts of a run, one after the other; where one takes longer than `seconds`, says what every process
-    was doing and where each thread of this one stands, and ends the process with status 1.
+    """Watches the parts of a run, one after the other; where one takes longer than `seconds` without a sign of life
+    (life.py), says what every process was doing and where each thread of this one stands, and ends the process with
+    status 1. Time in which the process itself stood still, as where a scheduler suspends jobs, does not count.
 
     end    ends it; a test gives its own
     wait   how long to wait for what other processes say
@@ -55,18 +56,56 @@ class Patience:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(1.0)  # no longer: it may be asking a process that does not answer
 
     def _watch(self) -> None:
-        while not self._over.wait(min(self.seconds / 10, 10.0)):
+        tick, before = min(self.seconds / 10, 10.0), time.monotonic()
+        while not self._over.wait(tick):
+            before, slept = time.monotonic(), time.monotonic() - before
+            if slept > 2 * tick + 1:
+                life.alive()
             now = self._now  # the other thread replaces it as a whole
-            if now and time.monotonic() - now[2] > self.seconds:
-                said = _of_all({"step": now[0], "part": now[1], "seconds": time.monotonic() - now[2]}, self._wait)
-                if self._now is now:  # not while the others were asked
-                    faulthandler.dump_traceback(all_threads=True)
-                    print(f"error: {describe(said, jax.process_count(), self.seconds)}", file=sys.stderr, flush=True)
+            if now and self._quiet(now, before) > self.seconds:
+                own = {"step": now[0], "part": now[1], "seconds": self._quiet(now, before)}
+                said = _within(2.5 * self._wait, lambda own=own: _of_all(own, self._wait))
+                if (
+                    self._now is now and self._quiet(now, time.monotonic()) > self.seconds
+                ):  # not while the others were asked
+                    _within(self._wait, lambda own=own, said=said: self._tell(said or {jax.process_index(): own}))
                     self._end(1)
                     return
+                _within(self._wait, _taken_back)
+                before = time.monotonic()
+
+    def _quiet(self, now: tuple[int, str, float], at: float) -> float:
+        """Seconds from when the part began, or from the last sign of life, until this time."""
+        return at - max(now[2], life.last())
+
+    def _tell(self, said: Mapping[int, Mapping[str, Any]]) -> None:
+        with contextlib.suppress(Exception):  # where stderr is no file, as in notebooks
+            faulthandler.dump_traceback(all_threads=True)
+        print(f"error: {describe(said, jax.process_count(), self.seconds)}", file=sys.stderr, flush=True)
+
+
+def _within(seconds: float, make: Callable[[], Any]) -> Any:
+    """What `make` gives, or None where it fails or takes longer: what a run hangs in may be what the others are asked
+    by, or what its output goes to."""
+    found: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            found.append(make())
+
+    thread = threading.Thread(target=run, name="last words", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return next(iter(found), None)
+
+
+def _taken_back() -> None:
+    """This process goes on after all."""
+    if jax.process_count() > 1:
+        distributed.coordinator().key_value_delete(f"{KEY}{jax.process_index()}")
 
 
 def _of_all(own: Mapping[str, Any], wait: float) -> dict[int, dict[str, Any]]:

@@ -91,10 +91,14 @@ class Head(nn.Module):
         self.register_buffer("d2t", tokens - torch.arange(PROPOSED))
         self.register_buffer("t2d", torch.zeros(KNOWN, dtype=torch.bool).index_fill(0, tokens, True))
 
-    def drafted(self, streams, tokens, embed):
+    def drafted(self, streams, tokens, embed, normed: bool = False, apart: tuple = ()):
         """(logits [B, STEPS, PROPOSED], the likeliest tokens [B, STEPS]) after `tokens`, of whose last one there is no
-        stream yet."""
-        streams = self.input_norm(streams) if hasattr(self, "input_norm") else streams
+        stream yet. Of EAGLE 3.1: `normed`, its own stream goes on after the last norm, and `apart`, norms of each
+        stream."""
+        if apart:
+            streams = torch.cat([norm(a) for norm, a in zip(apart, streams.split(WIDTH, dim=-1), strict=True)], dim=-1)
+        elif hasattr(self, "input_norm"):
+            streams = self.input_norm(streams)
         hidden, read, found, drafts = self.fc(streams), tokens[:, 1:], [], []
         for _ in range(STEPS):  # at position p stand the stream of p and token p + 1
             x, positions = hidden, torch.arange(hidden.shape[1])[None]
@@ -106,7 +110,7 @@ class Head(nn.Module):
             found.append(logits)
             drafts.append(place + self.d2t[place])
             read = torch.cat([read, drafts[-1][:, None]], dim=1)
-            hidden = torch.cat([hidden, x[:, -1:]], dim=1)  # its own stream goes on, before the norm
+            hidden = torch.cat([hidden, self.norm(x[:, -1:]) if normed else x[:, -1:]], dim=1)
         return torch.stack(found, 1), torch.stack(drafts, 1)
 
 
@@ -141,8 +145,16 @@ def make(folder: pathlib.Path) -> None:
     streams, stored = streams_of(model, tokens[:, :-1]), {"tokens": tokens.int()}
     for name, head in heads.items():
         read = torch.cat([streams[layer] for layer in LAYERS[name]], dim=-1)
-        logits, drafts = head.drafted(read, tokens, getattr(head, "embed_tokens", model.model.embed_tokens))
-        stored |= {f"{name}_streams": read, f"{name}_logits": logits, f"{name}_drafts": drafts.int()}
+        stored[f"{name}_streams"] = read
+        for end, normed in (("", False), ("_normed", True)):
+            embed = getattr(head, "embed_tokens", model.model.embed_tokens)
+            logits, drafts = head.drafted(read, tokens, embed, normed)
+            stored |= {f"{name}_logits{end}": logits, f"{name}_drafts{end}": drafts.int()}
+        apart = [llama.LlamaRMSNorm(WIDTH, SIZES["rms_norm_eps"]) for _ in LAYERS[name]]
+        for i, norm in enumerate(apart):  # each with its own scale, which the test knows
+            norm.weight.copy_(torch.linspace(0.5 + i, 1.5, WIDTH))
+        logits, drafts = head.drafted(read, tokens, embed, True, tuple(apart))
+        stored |= {f"{name}_logits_apart": logits, f"{name}_drafts_apart": drafts.int()}
         own = folder / name
         own.mkdir(parents=True, exist_ok=True)
         tensors = {n: a if n in ("d2t", "t2d") else a.bfloat16() for n, a in head.state_dict().items()}

@@ -42,12 +42,24 @@ def head_of(folder, model, dtype="float32"):
     return open_draft_model(asked(folder), model.config, 64, MeshSpec(), dtype)
 
 
+@pytest.mark.parametrize("end", ["", "_normed", "_apart"])
 @pytest.mark.parametrize("name", ["specforge", "speculators"])
-def test_a_head_says_what_torch_says(name, target):
+def test_a_head_says_what_torch_says(name, end, target, tmp_path):
+    """Of EAGLE 3.1 `_normed`, whose own stream goes on after its last norm, which one says as NVIDIA's files do, and
+    `_apart`, with norms of each stream besides."""
     model, params, mesh = target
+    folder = shutil.copytree(HERE / name, tmp_path / "head")
+    if end:
+        said = {"norm_output": True, "fc_norm": end == "_apart"}
+        if end == "_apart":
+            scales = {f"fc_norm.{i}.weight": np.linspace(0.5 + i, 1.5, 16, dtype=np.float32) for i in range(3)}
+            change_tensors(folder, **scales, **({"input_norm.weight": None} if name == "speculators" else {}))
+            said["norm_before_fc"] = False
+        inside = {"fc_norm": said["fc_norm"], "return_hidden_post_norm": True}
+        change_config(folder, **(said if name == "speculators" else {"eagle_config": inside}))
     stored = {n: a.read(...) for n, a in hf_files.header(HERE / "expected.safetensors.reference").items()}
     streams, text = stored[f"{name}_streams"], jnp.pad(jnp.asarray(stored["tokens"]), ((0, 0), (0, 4)))
-    head, last = head_of(HERE / name, model), stored["tokens"].shape[1] - 1
+    head, last = head_of(folder, model), stored["tokens"].shape[1] - 1
     with jax.set_mesh(mesh):
         model, head = head.listening(model, params)
         read = jax.jit(functools.partial(streams_of, model))(params, text[:, :last])
@@ -55,10 +67,10 @@ def test_a_head_says_what_torch_says(name, target):
         read = jnp.pad(read, ((0, 0), (0, text.shape[1] - last), (0, 0)), constant_values=jnp.nan)
         read = jnp.nan_to_num(read, nan=7.0)  # is not looked at
         logits, drafts = jax.jit(functools.partial(drafted, head.model, count=4))(head.params, read, text, last)
-    assert np.array_equal(drafts, stored[f"{name}_drafts"])
+    assert np.array_equal(drafts, stored[f"{name}_drafts{end}"])
     offsets = hf_files.header(HERE / name / "model.safetensors")["d2t"].read(...)
     proposed = np.arange(len(offsets)) + offsets
-    assert np.abs(np.asarray(logits)[:, :, proposed] - stored[f"{name}_logits"]).max() < CLOSE
+    assert np.abs(np.asarray(logits)[:, :, proposed] - stored[f"{name}_logits{end}"]).max() < CLOSE
     assert (np.delete(np.asarray(logits), proposed, axis=-1) < -1e29).all()
 
 
@@ -96,7 +108,10 @@ def test_what_cannot_draft_is_refused(tmp_path, target):
     refused('model_type="deepseek_v3"; in a head that drafts are supported: llama, qwen3', model_type="deepseek_v3")
     refused("speculators_model_type='peagle', which is no head of EAGLE-3", speculators_model_type="peagle")
     refused("use_aux_hidden_state=False, which is no head", eagle_config={"use_aux_hidden_state": False})
-    refused("options that shardlm does not know.*norm_output=True", norm_output=True)
+    refused("fc_norm.weight is missing", fc_norm=True)
+    refused("has norm_before_fc and fc_norm; a head has one norm of what it reads", name="speculators", fc_norm=True)
+    refused("input_norm.weight is missing", eagle_config={"norm_before_fc": True})
+    refused("options that shardlm does not know.*norm_twice=True", norm_twice=True)
     refused("d2t is missing, and the head needs .40.", tensors={"d2t": None})
     refused("model.layers.0.mlp.up_proj.weight is missing", tensors={"midlayer.mlp.up_proj.weight": None})
     refused("lacks lm_head.weight", tensors={"lm_head.weight": None})

@@ -4,6 +4,7 @@ over whole rows wherever chunks end, and as good after shared prefixes and preem
 import dataclasses
 import functools
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -147,6 +148,28 @@ def test_drafts_are_those_of_the_head_run_over_the_whole_row(weights, drafting):
             assert replies_to(engine, [prompt]) == ([reply], found) and engine.stats().prefix_hits > hits
             drafts, right = drafts + found.drafted, right + sum(found.accepted)
         assert 0.1 < right / drafts < 0.9
+
+
+@pytest.mark.wide
+def test_a_head_of_eagle_3_1(weights, monkeypatch):
+    """With norms of each stream, and its own stream goes on after its last norm: over two devices it drafts as by hand,
+    and not as one without."""
+    prompt, rng = PROMPTS[0], np.random.default_rng(0)
+    rest = {name: part for name, part in weights[1].items() if name not in ("embedding", "eagle")}
+    own = weights[1] | jax.tree.map(functools.partial(blurred, rng), rest)
+    scales = {"scale": rng.uniform(0.5, 1.5, (len(STREAMS), SHAPE.embed_dim)).astype(np.float32)}
+    other = own | {"eagle": own["eagle"] | {"fc_norms": scales}}
+
+    def made(*of, plain=head_for):
+        head = plain(*of)
+        return dataclasses.replace(head, eagle=dataclasses.replace(head.eagle, normed=len(STREAMS), goes_on="normed"))
+
+    [reply], plain = replies_to(engine_of((weights[0], own), MeshSpec()), [prompt])
+    by_one_device.cache_clear()
+    monkeypatch.setattr(sys.modules[__name__], "head_for", made)
+    found = replies_to(engine_of((weights[0], other), SPECS["two"]), [prompt])
+    assert found == ([reply], by_hand((weights[0], other), prompt, reply)) and found[1] != plain
+    by_one_device.cache_clear()
 
 
 @pytest.mark.wide

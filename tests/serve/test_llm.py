@@ -10,6 +10,7 @@ import json
 import pathlib
 import random
 import threading
+import time
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from engines import TOKENIZER, folder_of
 from lazy_programs import all_compiled
 
 import shardlm
+from shardlm import life
 from shardlm.errors import ShardlmError
 from shardlm.serve import async_llm, harness
 from shardlm.serve.api.app import make_app
@@ -84,8 +86,9 @@ def test_prompts_of_another_salt_share_nothing(llm):
 
 
 def test_what_users_of_vllm_s_class_expect(llm):
-    texts = ['{"name": "ab"', "né日🙂", "true"]
+    texts, begun = ['{"name": "ab"', "né日🙂", "true"], time.monotonic()
     outputs = llm.generate(texts, GREEDY)
+    assert life.last() > begun  # which a run that samples heeds
     assert [output.prompt for output in outputs] == texts and all(output.finished for output in outputs)
     for one in (outputs[0].metrics, llm.generate("true", SamplingParams(max_tokens=0))[0].metrics):
         assert one.arrival_time > 1.7e9 and 0 < one.queued_ts <= one.scheduled_ts < one.first_token_ts

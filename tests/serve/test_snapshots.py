@@ -30,14 +30,16 @@ HASHES = [bytes([n]) for n in range(100)]
 
 def test_a_prompt_is_copied_near_its_end_and_where_others_began_alike():
     kept = Snapshots(8, 4, page_size=4, least=20, tail=3)
-    kept.begin("first", 0, 62, HASHES, found=0, known=0)
+    kept.begin("first", 0, 62, 62, HASHES, found=0, known=0)
     assert [kept.until("first", start, 62) for start in (0, 55, 56, 61)] == [56, 56, 62, 62]  # 59 is within a page
-    kept.begin("second", 1, 62, HASHES, found=0, known=6)
+    kept.begin("second", 1, 62, 62, HASHES, found=0, known=6)
     assert [kept.until("second", start, 62) for start in (0, 24, 56)] == [24, 56, 62]
-    kept.begin("third", 2, 62, HASHES, found=0, known=4)  # too little to save
+    kept.begin("third", 2, 62, 62, HASHES, found=0, known=4)  # too little to save
     assert kept.until("third", 0, 62) == 56
-    kept.begin("short", 3, 22, HASHES, found=0, known=0)
+    kept.begin("short", 3, 22, 22, HASHES, found=0, known=0)
     assert kept.until("short", 0, 22) == 22
+    kept.begin("goes on", 4, 62, 90, HASHES, found=0, known=0)  # with a part of its reply: behind its prompt too
+    assert [kept.until("goes on", start, 90) for start in (0, 56, 84)] == [56, 84, 90]
     kept.end("second")
     assert kept.until("second", 0, 62) == 62 and kept.until("unknown", 0, 9) == 9
 
@@ -45,14 +47,14 @@ def test_a_prompt_is_copied_near_its_end_and_where_others_began_alike():
 def test_what_was_used_longest_ago_makes_room():
     kept = Snapshots(8, 2, page_size=4, least=4, tail=0)
     for owner in range(3):
-        kept.begin(owner, owner, 4, [HASHES[owner]], found=0, known=0)
+        kept.begin(owner, owner, 4, 4, [HASHES[owner]], found=0, known=0)
     kept.read(0, 0, 4, HASHES[0:])
     kept.read(1, 1, 3, HASHES[1:])  # not where it is to be copied
     kept.read(1, 1, 4, HASHES[1:])
     assert HASHES[0] not in kept  # before the batch has run
     assert kept.taken() == ((), ((0, 8), (1, 9))) and kept.taken() == ((), ())
     assert HASHES[0] in kept and HASHES[1] in kept
-    kept.begin("again", 5, 9, HASHES, found=1, known=1)
+    kept.begin("again", 5, 9, 9, HASHES, found=1, known=1)
     kept.read(2, 2, 4, HASHES[2:])
     assert kept.taken() == (((8, 5),), ((2, 9),)) and HASHES[1] not in kept
     kept.read(2, 2, 4, HASHES[2:])  # there already
@@ -66,7 +68,7 @@ def test_what_was_used_longest_ago_makes_room():
 def test_more_copies_in_one_batch_than_there_is_room_for():
     kept = Snapshots(8, 1, page_size=4, least=4, tail=0)
     for owner in range(2):
-        kept.begin(owner, owner, 4, [HASHES[owner]], found=0, known=0)
+        kept.begin(owner, owner, 4, 4, [HASHES[owner]], found=0, known=0)
         kept.read(owner, owner, 4, HASHES[owner:])
     assert kept.taken() == ((), ((0, 8),))
     kept.check_invariants()
@@ -78,7 +80,7 @@ def test_pages_count_as_found_up_to_a_copy():
     table.allocate("one", 40)
     table.register("one", HASHES[:10], 40)
     assert table.cached(HASHES) == 10 and table.find(HASHES) == 0
-    kept.begin("one", 0, 28, HASHES, found=0, known=0)
+    kept.begin("one", 0, 28, 28, HASHES, found=0, known=0)
     kept.read("one", 0, 28, HASHES)
     kept.taken()
     assert table.find(HASHES) == 7 and table.find(HASHES[:6]) == 0

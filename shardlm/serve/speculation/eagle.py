@@ -2,9 +2,9 @@
 weights and pages of its own.
 
 At position p it takes what `fc` makes of the model's streams there and token p + 1, and predicts the token after that
-one; further drafts are of its own stream, before its last norm, and the draft before. That is what one module for
-multi-token prediction does (multi_token.py), with what is kept of a slot, of shared pages and of prefixes from the
-cache."""
+one; further drafts are of its own stream, before its last norm or after it, and the draft before. That is what one
+module for multi-token prediction does (multi_token.py), with what is kept of a slot, of shared pages and of prefixes
+from the cache."""
 
 import dataclasses
 from typing import ClassVar
@@ -28,10 +28,11 @@ class EagleProposer(MultiTokenProposer):
         return jax.reshard(lm.eagle(hidden, self.model.execution), WHOLE)
 
     def logits(self, lm: Transformer, made: jax.Array, module: int) -> jax.Array:
-        logits = jax.reshard(lm.logits(lm.finish(made))[:, 0], WHOLE)
+        made = lm.finish(made) if lm.eagle.config.goes_on == "stream" else made
+        logits = jax.reshard(lm.logits(made)[:, 0], WHOLE)
         return lm.eagle.of_all(logits, self.model.execution)
 
     def run(self, lm: Transformer, module: int, pages, x, tokens, positions, ctx: Paged):
         ctx = dataclasses.replace(ctx, inputs=lm.embed(tokens, positions)[None])
         x, pages, _ = lm.run(x, positions, ctx, pages)
-        return x, pages
+        return lm.finish(x) if lm.eagle.config.goes_on == "normed" else x, pages
