@@ -124,7 +124,7 @@ class ModelDef:
         params = {name: part for name, part in params.items() if name != ENCODER}
         if self.frozen_shapes is None:
             return params
-        return joined(params, {name: part for name, part in self.frozen.items() if name != TEACHER})
+        return joined(params, {name: part for name, part in (self.frozen or {}).items() if name != TEACHER})
 
     def init(self, key: jax.Array) -> Tree:
         """New trained parameters; call inside jit. The values depend on the key only, not on the mesh."""
