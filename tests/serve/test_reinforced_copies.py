@@ -70,7 +70,7 @@ def live() -> int:
 @pytest.mark.parametrize(
     ("mesh", "tensor", "precision"),
     [
-        (MeshSpec(data=2, fsdp=2), 1, "bf16"),
+        pytest.param(MeshSpec(data=2, fsdp=2), 1, "bf16", marks=pytest.mark.wide),
         pytest.param(MeshSpec(fsdp=4), 2, "bf16", marks=pytest.mark.wide),
         pytest.param(MeshSpec(fsdp=2, tensor=2), 2, "fp32", marks=pytest.mark.wide),
         (MeshSpec(tensor=4), 2, "fp32"),

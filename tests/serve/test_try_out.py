@@ -93,7 +93,8 @@ def test_the_quicker_way_up_to_the_tokens_for_which_it_is():
     assert why == "measured of a layer: 16 tokens 40 us, apart 50; 64 tokens 80 us, apart 70"
 
 
-@pytest.mark.parametrize("held", ["auto", pytest.param("fp8", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("held", ["auto", "fp8"])
 def test_each_way_is_run_and_timed(served, monkeypatch, held):
     """Interpreted, so that a CPU can: every case, with its own program, and all that a layer of it runs."""
     model, params, mesh = served

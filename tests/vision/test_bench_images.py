@@ -31,6 +31,7 @@ def measured(folder, tmp_path, *words):
     return json.loads(file.read_text())
 
 
+@pytest.mark.wide
 def test_a_checkpoint_that_sees_is_measured(family, tmp_path):
     (family.folder / "chat_template.jinja").write_text(TEMPLATE)
     asked = ("--concurrency=2", "--images_per_prompt=2", "--image_size=16x24")

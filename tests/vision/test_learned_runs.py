@@ -62,6 +62,7 @@ def first(home, tmp_path_factory):
     return found, trained(found)
 
 
+@pytest.mark.wide
 def test_a_run_is_scored_served_and_written_as_it_was_trained(first, home, asked, tmp_path):
     run, written = first[0].run_dir, tmp_path / "written"
     loss = validation_loss(first[1])

@@ -28,7 +28,7 @@ def expected(folder):
 
 @pytest.mark.parametrize(
     "budget, rows",
-    [pytest.param(17, 1, marks=pytest.mark.wide), (24, 4), pytest.param(37, 4, marks=pytest.mark.wide), (256, 4)],
+    [*(pytest.param(*one, marks=pytest.mark.wide) for one in ((17, 1), (24, 4), (37, 4))), (256, 4)],
 )
 def test_no_chunk_cuts_an_image(folder, expected, budget, rows):
     """Of 16 tokens, which begin and end with others that may be in other chunks: the first has room for no more."""

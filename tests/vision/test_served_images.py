@@ -76,7 +76,7 @@ def test_a_small_encoder_cache_lets_prompts_wait(llm, expected, monkeypatch):
     llm.engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec(tensor=2), MeshSpec(data=2)], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param(MeshSpec(tensor=2), marks=pytest.mark.wide), MeshSpec(data=2)], ids=str)
 def test_meshes(family, expected, mesh):
     assert replies(asked(LLM(family.folder, mesh=mesh, **SIZES), ASKS)) == expected
 
