@@ -8,8 +8,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import objective_runs
 import pytest
-from small import mesh_of, on_devices, packed_batch, relative_error
+from small import mesh_of, packed_batch, relative_error
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.lora import LoraConfig
@@ -32,7 +33,6 @@ from shardlm.train.config import (
 from shardlm.train.distill import check_distill, check_tokenizers
 from shardlm.train.program import Program
 from shardlm.train.settled import settle
-from shardlm.train.step import StepConfig, gradients, make_eval_step
 
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"
 B, T, VOCAB = 8, 32, 96
@@ -65,19 +65,9 @@ def state_of(config: RunConfig, program: Program):
 
 
 def loss_and_gradients(config: RunConfig, evaluates: bool = False):
-    """(gradients, metrics, and what an evaluation sums up)."""
     program = Program.make(config, mesh_of(config.mesh))
-    step = StepConfig(config.train.accumulation, objective=program.objective)
-
-    def run(params, frozen, batch):
-        found = gradients(program.model.bound(frozen), params, batch, jnp.float32(1), step)
-        evaluation = make_eval_step(program.model, program.objective)(params, frozen, batch) if evaluates else {}
-        return *found, evaluation
-
     state, params = state_of(config, program)
-    with jax.set_mesh(program.mesh):
-        batch = on_devices(packed_batch(B, T, VOCAB), program.model)
-        return jax.tree.map(np.asarray, jax.jit(run)(params, state.frozen, batch))
+    return objective_runs.loss_and_gradients(program, params, state.frozen, packed_batch(B, T, VOCAB), evaluates)
 
 
 def naive(config: RunConfig):

@@ -9,8 +9,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import objective_runs
 import pytest
-from small import mesh_of, on_devices, relative_error
+from small import mesh_of, relative_error
 
 from shardlm.data.config import DataConfig
 from shardlm.errors import ShardlmError
@@ -23,7 +24,6 @@ from shardlm.ops.preference import hinge_loss, identity_loss, odds_loss, prefere
 from shardlm.train.config import OffloadConfig, PreferenceConfig, RunConfig, SlowLinkConfig, TrainConfig
 from shardlm.train.preference import check_preference
 from shardlm.train.program import Program
-from shardlm.train.step import StepConfig, gradients, make_eval_step
 
 REFERENCES = pathlib.Path(__file__).parent / "hf" / "references"
 T, VOCAB = 32, 96
@@ -87,19 +87,9 @@ def moved(params):
 
 
 def loss_and_gradients(config: RunConfig, batch, evaluates: bool = False):
-    """(gradients, metrics, and what an evaluation sums up)."""
     program = Program.make(config, mesh_of(config.mesh))
-    step = StepConfig(config.train.accumulation, objective=program.objective)
-
-    def run(params, frozen, batch):
-        found = gradients(program.model.bound(frozen), params, batch, jnp.float32(1), step)
-        evaluation = make_eval_step(program.model, program.objective)(params, frozen, batch) if evaluates else {}
-        return *found, evaluation
-
     state = program.init(program.pretrained(), program.frozen())
-    with jax.set_mesh(program.mesh):
-        found = jax.jit(run)(moved(state.params), state.frozen, on_devices(batch, program.model))
-        return jax.tree.map(np.asarray, found)
+    return objective_runs.loss_and_gradients(program, moved(state.params), state.frozen, batch, evaluates)
 
 
 def of_one_pair(preference: PreferenceConfig, gains, means):

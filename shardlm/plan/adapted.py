@@ -38,8 +38,7 @@ def at_head(sketch: Sketch, parts: Parts, logits: float) -> Kinds:
     only gathered those of most of a layer. Over several hosts gathers go a layer ahead, so that they lie ready with any
     policy and those of another layer are under way (xla_options.py), and the last layer is in no loop: what it keeps is
     written beside all others' behind the head, and of names its attention's output is in two parts. Where tensor
-    scatters the sequence none of it lies ready, nor do zeros for
-    the layers' gradients."""
+    scatters the sequence none of it lies ready, nor do zeros for the layers' gradients."""
     size, mesh, one, remat = itemsize(sketch), sketch.mesh, parts.layers[-1][-1], sketch.config.remat
     numbers = sketch.shape.vocab_size / mesh.tensor * sketch.shape.embed_dim
     ways = mesh.size(*sketch.rules.rest.axes("embed"))

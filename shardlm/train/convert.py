@@ -1,6 +1,7 @@
 """Checkpoints from one form to the other: a run's as a Hugging Face folder, and back, with tokenizer and templates.
 A model may be larger than memory: what is read of it is written before more is read."""
 
+import functools
 import json
 import logging
 import os
@@ -58,11 +59,7 @@ def to_hf(
     if quantization:
         _check_quantised(opened, merge, dtype)
     if opened.found.lora.rank and not merge:
-        if (part := part_of(opened.found)) != "frozen":
-            raise ShardlmError(
-                f"{checkpoint} has adapters beside an encoder of images that was trained (train.encoder={part}), and a "
-                "folder of PEFT has adapters alone; write both whole (--merge)"
-            )
+        _refuse_encoder(opened, checkpoint)
         _adapters_to_hf(opened, name, pathlib.Path(output))
         return
     if not hasattr(source, "to_hf"):
@@ -70,12 +67,7 @@ def to_hf(
     config, folder, seeing = {**source.to_hf(), "dtype": dtype}, opened.found.folder, None
     beside = folder
     if isinstance(source, Pretrained):
-        seeing = kept.whole(hf_files.home(pathlib.Path(source.folder)), source.options)
-        if seeing:
-            seeing = kept.as_trained(seeing, opened.found, name)
-        if sees(source.options) and not seeing:
-            why = f"the encoder of images is in {source.folder}, which has no weights now"
-            log.warning("%s has the text alone, as %s", output, why)
+        seeing = _encoder(opened, source, name, output)
         if (own := hf_files.home(pathlib.Path(source.folder))).is_dir():
             beside = own  # templates and the like, beside the same tokenizer
     else:
@@ -85,16 +77,6 @@ def to_hf(
     def names(block):
         found = registry.names(config, opened.model.config, block)
         return apart(found) if quantization else found
-
-    def finish(written: pathlib.Path) -> None:
-        hf_files.copy_beside(beside, written)
-        if seeing:
-            hf_files.copy_beside(beside, written, (*hf_files.OF_IMAGES, hf_files.OF_VIDEOS))
-        if (folder / chat.FILE).exists():  # of a run that trained on chats
-            chat.ChatTemplate.load(folder).save(written)
-        described = written / "tokenizer_config.json"
-        if (folder / "tokenizer.json").exists() and not described.exists():
-            described.write_text(json.dumps(_tokenizer_config(folder), indent=2) + "\n")
 
     written, trained = jnp.dtype(DTYPES[dtype]), opened.found.scheme
     few = in_few_bits(quantization, opened.model.config, names, trained) if quantization else None
@@ -109,7 +91,41 @@ def to_hf(
     elif trained:
         log.warning("%s was trained as what --quantization=%s writes; this is what is rounded", checkpoint, trained)
     with bytes_bar("writing weights") as progress:
+        finish = functools.partial(_texts_beside, folder, beside, bool(seeing))
         hf_files.write_folder(output, planned, config, finish, shard_bytes, progress)
+
+
+def _refuse_encoder(opened: Prepared, checkpoint: str | os.PathLike) -> None:
+    if (part := part_of(opened.found)) != "frozen":
+        raise ShardlmError(
+            f"{checkpoint} has adapters beside an encoder of images that was trained (train.encoder={part}), and a "
+            "folder of PEFT has adapters alone; write both whole (--merge)"
+        )
+
+
+def _encoder(opened: Prepared, source: Pretrained, name: str, output: str | os.PathLike) -> kept.Whole | None:
+    """What sees of the checkpoint that the model began with, as it was trained; None where there is nothing, or nothing
+    any more, which is said."""
+    seeing = kept.whole(hf_files.home(pathlib.Path(source.folder)), source.options)
+    if seeing:
+        return kept.as_trained(seeing, opened.found, name)
+    if sees(source.options):
+        why = f"the encoder of images is in {source.folder}, which has no weights now"
+        log.warning("%s has the text alone, as %s", output, why)
+    return None
+
+
+def _texts_beside(folder: pathlib.Path, beside: pathlib.Path, sees: bool, written: pathlib.Path) -> None:
+    """What a folder has beside its weights: templates and the like from `beside`, tokenizer and the template of a run
+    that trained on chats from `folder`."""
+    hf_files.copy_beside(beside, written)
+    if sees:
+        hf_files.copy_beside(beside, written, (*hf_files.OF_IMAGES, hf_files.OF_VIDEOS))
+    if (folder / chat.FILE).exists():
+        chat.ChatTemplate.load(folder).save(written)
+    described = written / "tokenizer_config.json"
+    if (folder / "tokenizer.json").exists() and not described.exists():
+        described.write_text(json.dumps(_tokenizer_config(folder), indent=2) + "\n")
 
 
 def _check_quantised(opened: Prepared, merge: bool, dtype: str) -> None:

@@ -68,9 +68,8 @@ class Patience:
             if now and self._quiet(now, before) > self.seconds:
                 own = {"step": now[0], "part": now[1], "seconds": self._quiet(now, before)}
                 said = _within(2.5 * self._wait, lambda own=own: _of_all(own, self._wait))
-                if (
-                    self._now is now and self._quiet(now, time.monotonic()) > self.seconds
-                ):  # not while the others were asked
+                still = self._now is now and self._quiet(now, time.monotonic()) > self.seconds
+                if still:  # the run may have gone on while the others were asked
                     _within(self._wait, lambda own=own, said=said: self._tell(said or {jax.process_index(): own}))
                     self._end(1)
                     return
