@@ -35,7 +35,7 @@ class Expected:
 
     nbytes   that a block reads from memory in one turn of its loop
     most     PTX instructions of a warp for each of them, on any GPU or by its name
-    blocks   that fit on a multiprocessor, at least
+    blocks   that fit on a multiprocessor, at least, on any GPU or by its name
     filled   blocks of the grid for each multiprocessor, at least
     barriers of a turn, at most: more of them move numbers through shared memory
     products instructions of tensor cores of a turn, at most: more of them make the same product in several warps
@@ -44,7 +44,7 @@ class Expected:
     shape: Paged | FewBits | FewBitsExperts
     nbytes: int
     most: float | Mapping[str, float]
-    blocks: int
+    blocks: int | Mapping[str, int]
     filled: float
     barriers: int = 11
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ PAIR = 64 * 128 * 2  # of 64 positions, the numbers of key and value of a head
 # keeps numbers of tiles apart there is in PTX alone (packed_numbers.apart).
 CASES = {
     "decode": Expected(DECODE, 2 * PAIR, 0.044, 5, 62),
-    "decode, fp8": Expected(dataclasses.replace(DECODE, how="fp8"), PAIR, 0.175, 5, 62),
+    "decode, fp8": Expected(dataclasses.replace(DECODE, how="fp8"), PAIR, 0.175, {"h100": 5, "a100": 4}, 62),
     "decode, int8": Expected(dataclasses.replace(DECODE, how="int8"), PAIR, 0.155, 4, 62),
     "decode, latents": Expected(
         LATENTS, 64 * 576 * 2, {"h100": 0.09, "a100": 0.115}, 1, 3, 10, {"h100": 40, "a100": 272}
@@ -102,38 +102,32 @@ def test_rotation_and_pages(width, how, gpu):
     assert not copies
 
 
-PAIR_OF_WEIGHTS = 2 * 64 * 32 * 2  # of 64 numbers that are summed up, 32 columns of gate and up in 16 bits
+OF_WEIGHT = 64 * 128 * 2  # of 64 numbers that are summed up, 128 columns in 16 bits
 LAYER = {
     # By kernel in their order: queries, keys and values; what goes back to the stream; gate and up; again back. Bytes
     # that a block reads in a turn, and instructions for each of them (H200: 0.22 at the memory's full rate), at most.
-    2: (
-        (PAIR_OF_WEIGHTS // 2, 0.08),
-        (2 * PAIR_OF_WEIGHTS, 0.035),
-        (PAIR_OF_WEIGHTS, 0.07),
-        (2 * PAIR_OF_WEIGHTS, 0.035),
-    ),
-    64: ((PAIR_OF_WEIGHTS, 0.07), (PAIR_OF_WEIGHTS, 0.05), (2 * PAIR_OF_WEIGHTS, 0.08), (PAIR_OF_WEIGHTS, 0.05)),
+    2: ((OF_WEIGHT, 0.03), (OF_WEIGHT, 0.03), (2 * OF_WEIGHT, 0.03), (OF_WEIGHT, 0.03)),
+    64: ((OF_WEIGHT, 0.04), (OF_WEIGHT, 0.03), (2 * OF_WEIGHT, 0.045), (OF_WEIGHT, 0.03)),
 }
 
 
 @pytest.mark.parametrize(("rows", "gpu"), [(2, "h200"), (64, "h200"), (2, "a100")])
 def test_products_of_a_layer(rows, gpu):
-    """One kernel for each product or pair of them, which reads ahead and keeps its sums in registers; on an H200 all of
-    its blocks run at the same time. An A100 has less shared memory, and a quarter of the pairs' blocks wait."""
+    """One kernel for each product or pair of them, which reads ahead and keeps its sums in registers, and of which all
+    blocks run at the same time (a pair's on an A100: 108 of 112)."""
     kernel = kernel_of(FULL["products of a layer"][f"{rows} rows"], True)
     key = jax.eval_shape(lambda: jax.random.key(0))
     found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), gpu)
     ours = [code for code in found if code.name.startswith("few_rows")]
-    back = "few_rows_whole" if rows == 2 else "few_rows"
-    assert [code.name.split("__")[0] for code in ours] == ["few_rows", back, "few_rows_gated", back]
+    assert [code.name.split("__")[0] for code in ours] == ["few_rows", "few_rows", "few_rows_gated", "few_rows"]
     assert len(found) <= 4 + 4  # sums of parts, each with what follows it
     for code, (nbytes, most) in zip(ours, LAYER[rows], strict=True):
         assert code.spilled in (0, None)
         assert code.loop["tensor cores"] and code.loop["read 16 bytes, ahead"] and not code.loop.get("read fewer")
-        assert code.blocks(gpu) is None or code.filled(gpu) <= code.blocks(gpu) * (1.5 if gpu == "a100" else 1)
-        # Of whole sums there is a block for each multiprocessor, with three of its stages under way.
-        assert code.filled(gpu) > 1.4 or code.filled(gpu) * code.shared_bytes * 3 / 4 > 48_000
-        assert code.source != "sass" or code.per_byte(nbytes) < most * (1 + (gpu == "a100"))
+        assert code.blocks(gpu) is None or code.filled(gpu) <= code.blocks(gpu) * (1.05 if gpu == "a100" else 1)
+        # Three stages of all blocks of a multiprocessor are under way.
+        assert code.filled(gpu) * code.shared_bytes * 3 / 4 > 48_000
+        assert code.source != "sass" or code.per_byte(nbytes) < most * (1 + 0.6 * (gpu == "a100"))
 
 
 @pytest.mark.parametrize(
@@ -152,10 +146,13 @@ def test_kernels(case, gpu):
     assert code.filled(gpu) >= expected.filled and code.loop["barriers"] <= expected.barriers
     assert code.loop["tensor cores"] <= expected.products.get(gpu, code.loop["tensor cores"])
     if code.source == "ptx":
-        most = expected.most if isinstance(expected.most, float) else expected.most[gpu]
-        assert code.per_byte(expected.nbytes) <= most
+        assert code.per_byte(expected.nbytes) <= _of_gpu(expected.most, gpu)
     if code.registers is not None:
-        assert code.blocks(gpu) >= expected.blocks
+        assert code.blocks(gpu) >= _of_gpu(expected.blocks, gpu)
+
+
+def _of_gpu(number, gpu: str) -> float:
+    return number[gpu] if isinstance(number, Mapping) else number
 
 
 @pytest.mark.parametrize(("back", "gpu"), [(False, "h100"), (True, "a100")])

@@ -43,7 +43,7 @@ def test_decoding_copies_neither_weights_nor_pages(tensor, drafts, adapters, fus
 
 @pytest.mark.parametrize(
     ("rows", "fused", "each", "held"),
-    [(2, 0, 15, "auto"), (ROWS, 0, 15, "auto"), (2, ROWS, 7, "auto"), (ROWS, ROWS, 9, "auto"), (2, ROWS, 7, "int8")],
+    [(2, 0, 15, "auto"), (ROWS, 0, 15, "auto"), (2, ROWS, 9, "auto"), (ROWS, ROWS, 9, "auto"), (2, ROWS, 9, "int8")],
 )
 def test_a_step_is_few_kernels_and_few_waits(rows, fused, each, held):
     """Of one row XLA makes 20 kernels a layer, so that engines run two at least (serve/pool_size.py). At a conditional

@@ -1,9 +1,10 @@
-"""What the kernels of a decode step take, by name, from a trace of the profiler: for the part `decode`."""
+"""What the kernels of a decode step and of prompts take, by name, from the profiler's trace: for the part `decode`."""
 
 import collections
 import pathlib
 import tempfile
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 
@@ -14,6 +15,7 @@ from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import whole
 from shardlm.serve.sampling_params import SamplingParams
 
+T = TypeVar("T")
 LONGEST = 12
 NAME = 80  # letters of a kernel's name that are kept
 
@@ -33,9 +35,7 @@ def traced(engine: Engine, served: Served, batch: int) -> dict[str, Any]:
             said |= _said(engine.step())
         while engine.waits:  # nothing is under way when the trace begins
             said |= _said(engine.collect())
-        with tempfile.TemporaryDirectory() as folder:
-            after = _in_trace(engine, pathlib.Path(folder))
-            events = trace.read(jax.profiler.ProfileData.from_file(str(trace.find(pathlib.Path(folder)))))
+        after, events = _traced(lambda: _in_trace(engine))
         return {"batch": batch, **_summed(events, after[names[0]] - said[names[0]])}
     except Exception as error:  # the other rows are still wanted, and are there
         return {"batch": batch, "error": f"{type(error).__name__}: {error}"[:2000]}
@@ -46,16 +46,41 @@ def traced(engine: Engine, served: Served, batch: int) -> dict[str, Any]:
             engine.step()
 
 
-def _in_trace(engine: Engine, folder: pathlib.Path) -> dict[str, int]:
-    """Tokens of each request after what the engine starts at once has ended. Of the host only jax's own calls are in
-    the trace, and no Python."""
+def traced_prompts(engine: Engine, served: Served) -> dict[str, Any]:
+    """Of prompts to their first token, `served.prefill` of them together, after a round that is not traced."""
+    rows, length = served.prefill
+    params, vocab = SamplingParams(temperature=0, max_tokens=1), engine.runner.model.config.vocab_size
+
+    def run(seed: int) -> None:
+        for i, prompt in enumerate(prompts(rows, length, 0, vocab, seed)):
+            engine.add(f"traced-prompt-{seed}-{i}", prompt, params)
+        while engine.has_unfinished:
+            engine.step()
+
+    run(30)
+    try:
+        _, events = _traced(lambda: run(31))
+    except Exception as error:
+        return {"rows": rows, "error": f"{type(error).__name__}: {error}"[:2000]}
+    return {"rows": rows, "prompt_len": length, **_summed(events, 1)}
+
+
+def _traced(run: Callable[[], T]) -> tuple[T, list[trace.Event]]:
+    """(its result, what ran on the devices). Of the host only jax's own calls are in the trace, and no Python."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            made = run()
+        return made, trace.read(jax.profiler.ProfileData.from_file(str(trace.find(pathlib.Path(folder)))))
+
+
+def _in_trace(engine: Engine) -> dict[str, int]:
+    """Tokens of each request after what the engine starts at once has ended."""
     said: dict[str, int] = {}
-    with jax.profiler.trace(str(folder), profiler_options=options):
-        engine.dispatch()
-        while engine.waits:
-            said |= _said(engine.collect())
+    engine.dispatch()
+    while engine.waits:
+        said |= _said(engine.collect())
     return said
 
 
@@ -65,7 +90,8 @@ def _said(outputs) -> dict[str, int]:
 
 
 def _summed(events: list[trace.Event], steps: int) -> dict[str, Any]:
-    """Of one step. `busy_seconds`: all kernels and copies, one after the other; on a CPU loops and what is in them."""
+    """Of one of so many steps. `busy_seconds`: all kernels and copies, one after the other; on a CPU loops and what is
+    in them."""
     nanoseconds: collections.Counter[str] = collections.Counter()
     counts: collections.Counter[str] = collections.Counter()
     for event in events:

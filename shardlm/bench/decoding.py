@@ -17,7 +17,7 @@ import jax
 from shardlm import hardware
 from shardlm.bench.case import Given, missing, said
 from shardlm.bench.cases import TRANSFORMERS
-from shardlm.bench.decode_trace import traced
+from shardlm.bench.decode_trace import traced, traced_prompts
 from shardlm.bench.host_pages import moved
 from shardlm.bench.sizes import Served, Sizes, named
 from shardlm.errors import ShardlmError
@@ -42,8 +42,9 @@ TARGETS = {1: 0.7, 64: 0.6}  # share of the bandwidth bound to be reached by 16-
 
 
 def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
-    """A row for the engine, one for each batch, two for prompts, two for pages in the host's memory, and one for the
-    kernels of the smallest and of the largest batch; of these rows those that are still to be measured."""
+    """A row for the engine, one for each batch, two for prompts, two for pages in the host's memory, and three for the
+    kernels of the smallest and of the largest batch and of prompts; of these rows those that are still to be
+    measured."""
     sizes = named(given.sizes)
     if name == TRANSFORMERS:
         yield from against_transformers(sizes, given)
@@ -58,6 +59,7 @@ def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
     rows |= {way: functools.partial(moved, engine, gpu, saves) for way, saves in ways.items()}
     traces = dict.fromkeys((served.batches[0], served.batches[-1]))
     rows |= {f"trace {n}": functools.partial(traced, engine, served, n) for n in traces}
+    rows |= {"trace prefill": functools.partial(traced_prompts, engine, served)}
     for row, measured in given.left(name, rows):
         yield {"name": row, "side": "shardlm", **measured()}
 

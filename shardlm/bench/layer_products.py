@@ -33,17 +33,9 @@ def by_kernels(x: jax.Array, first, second, wq, wk, wv, wo, gate, up, down, inte
     """(x behind both residuals, keys, values); queries stand for what attention would give."""
     run = {"interpret": interpret}
     q, k, v = few_rows.products(x, (wq, wk, wv), Norm(first, EPS), **run)
-    x = _onto(x, q, wo, interpret)
+    x = x + few_rows.products(q, (wo,), **run)[0]
     hidden = few_rows.gated(x, gate, up, "silu", Norm(second, EPS), **run)
-    return _onto(x, hidden, down, interpret), k, v
-
-
-def _onto(x: jax.Array, read: jax.Array, weight: jax.Array, interpret: bool) -> jax.Array:
-    """x + read @ weight, as layers have it (layers/fused.py)."""
-    if few_rows.has_whole_sums(*read.shape, weight.shape[1]):
-        return few_rows.added(read, weight, x, interpret=interpret)
-    [out] = few_rows.products(read, (weight,), interpret=interpret)
-    return x + out
+    return x + few_rows.products(hidden, (down,), **run)[0], k, v
 
 
 def plainly(x: jax.Array, first, second, wq, wk, wv, wo, gate, up, down) -> Arrays:

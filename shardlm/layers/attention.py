@@ -248,7 +248,7 @@ class Attention(nnx.Module):
         # n before v: jnp.einsum sums in the alphabet's order, and in another one than wo's XLA:CPU copies wo.
         out = project_back("btnv,nvd->btd", out, self, "wo", execution)
         kept = {f"{KEPT}{config.keeps}": {"k": k, "v": v}} if config.keeps and not ctx.absorbs else {}
-        return taken(out) + in_use(self.bo, execution) if config.out_bias else out, pages, kept
+        return out + in_use(self.bo, execution) if config.out_bias else out, pages, kept
 
     def _unrotated(self, x: jax.Array | Late, turns: jax.Array, execution: Execution) -> Unrotated | None:
         """What a context that rotates them attends by; None where no kernel makes it."""

@@ -14,7 +14,7 @@ from shardlm.layers.attention import Attention, AttentionConfig
 from shardlm.layers.compressed_attention import CompressedAttention, CompressedConfig
 from shardlm.layers.context import Context, Pages
 from shardlm.layers.delta_net import DeltaNet, DeltaNetConfig
-from shardlm.layers.fused import Back, Late, added, norm_of, taken
+from shardlm.layers.fused import Late, norm_of, taken
 from shardlm.layers.gated_streams import GatedStreams, GatedStreamsConfig
 from shardlm.layers.hyper_connections import HyperConnection, StreamsConfig
 from shardlm.layers.layer_inputs import LayerInput, LayerInputsConfig
@@ -158,7 +158,7 @@ class Block(nnx.Module):
         h, pages, kept = self.attention(first, positions, ctx, pages, layer, execution)
         if self.config.memory:
             remembered, pages, _ = self.memory(taken(first), positions, ctx, pages, layer, execution)
-            h = taken(h) + remembered
+            h = h + remembered
         stream, x = x, self._onto(self._stream(x, first, 0), h, "attention", execution)
         aux = {}
         if self.config.mlp.there:
@@ -188,10 +188,10 @@ class Block(nnx.Module):
         h, pages, kept = self.attention(
             self.before(read, "attention", execution), positions, ctx, pages, layer, execution
         )
-        x = around_attention.after(x, checkpoint_name(taken(h), "attention_out"), weights)
+        x = around_attention.after(x, checkpoint_name(h, "attention_out"), weights)
         read, weights = around_mlp.before(x, execution)
         h, aux = self.mlp(self.before(read, "mlp", execution), ctx, execution, read)
-        return around_mlp.after(x, checkpoint_name(taken(h), "mlp_out"), weights), pages, aux | kept
+        return around_mlp.after(x, checkpoint_name(h, "mlp_out"), weights), pages, aux | kept
 
     def _of_shortcut(self, x, positions, ctx: Context, pages, layer, execution: Execution):
         x, later = parted(x)
@@ -227,13 +227,13 @@ class Block(nnx.Module):
         """What is added to, of the stream [B, T, D] and what was read of it: attention's in place 0, the MLP's in 1."""
         return x if self.config.of_normed is None else taken(read) * self.config.of_normed[place]
 
-    def _onto(self, x: jax.Array, h: jax.Array | Back, layer: str, execution: Execution) -> jax.Array:
+    def _onto(self, x: jax.Array, h: jax.Array, layer: str, execution: Execution) -> jax.Array:
         """The stream with what "attention" or "mlp" makes, after its norm and its factor."""
         if self.config.norms in ("post", "both"):
-            h = getattr(self, f"{layer}_post_norm")(taken(h), execution)
+            h = getattr(self, f"{layer}_post_norm")(h, execution)
         if self.config.residual_scale != 1:
-            h = taken(h) * self.config.residual_scale
-        return added(x, h if isinstance(h, Back) else checkpoint_name(h, f"{layer}_out"))
+            h = h * self.config.residual_scale
+        return x + checkpoint_name(h, f"{layer}_out")
 
 
 def _takes_late(layer: nnx.Module) -> bool:

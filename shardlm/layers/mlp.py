@@ -10,7 +10,7 @@ from flax import nnx
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
-from shardlm.layers.fused import Back, Late, over, project_back, project_gated, taken
+from shardlm.layers.fused import Late, over, project_back, project_gated, taken
 from shardlm.layers.param import Execution, Params, constant, in_use, normal, project
 from shardlm.ops.swiglu import Activation, activate, gated, xielu
 
@@ -94,16 +94,16 @@ class Mlp(nnx.Module):
 
     def __call__(
         self, x: jax.Array | Late, ctx: Context, execution: Execution, stream: jax.Array | None = None
-    ) -> tuple[jax.Array | Back, dict[str, jax.Array]]:
-        """x [B, T, D], the sequence split as between blocks; returns (x's shape and split, or the product that makes
-        it; no auxiliary values)."""
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """x [B, T, D], the sequence split as between blocks; returns (x's shape and split; no auxiliary
+        values)."""
         del ctx, stream
         act = execution.rules.act
         x = over(x, act.spec("batch", "whole_seq", "embed"))
         hidden = self._hidden(x, execution)
         out = project_back("btf,fd->btd", hidden, self, "down", execution)
-        out = taken(out) + in_use(self.down_bias, execution) if self.config.bias else out
-        return out if self.config.out_scale == 1 else taken(out) * self.config.out_scale, {}
+        out = out + in_use(self.down_bias, execution) if self.config.bias else out
+        return out if self.config.out_scale == 1 else out * self.config.out_scale, {}
 
     def _hidden(self, x: jax.Array | Late, execution: Execution) -> jax.Array:
         """[B, T, F]."""

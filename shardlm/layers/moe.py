@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import Context
-from shardlm.layers.fused import taken
 from shardlm.layers.mlp import Mlp, MlpConfig
 from shardlm.layers.norm import Norm, NormConfig
 from shardlm.layers.param import (
@@ -255,7 +254,7 @@ class Moe(nnx.Module):
         if config.apart:
             out = self.after_norm(out, execution)
         if config.shared_dim:
-            shared = taken(self.shared(shared_reads, ctx, execution)[0])
+            shared = self.shared(shared_reads, ctx, execution)[0]
             if config.shared_gate:
                 shared = shared * jax.nn.sigmoid(shared_reads @ in_use(self.shared_gate, execution))[..., None]
             if config.shared_scale != 1:

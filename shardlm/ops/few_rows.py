@@ -15,14 +15,12 @@ MOST = 64  # rows, whose sums fit in registers
 TILE = 16  # the fewest rows of a product of the tensor cores
 GATES: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu", "relu2")
 """The activations that the kernel has."""
-# Of a weight, about three for each of a GPU's multiprocessors, which reads ahead in all of them.
-PROGRAMS = 384
-LEAST = 512  # numbers that are worth a part of their own
-# Gates, and what is added to the stream, are made of whole sums: a program goes over all that is summed up. With fewer
-# of them sums are made in parts, and what is made of those is a kernel of its own. Of few rows WHOLE are enough, which
-# read TILES of weights at a time, for parts that are side by side: as many bytes are under way as with PROGRAMS, and
-# products do not all wait for each other, about 33 clocks each.
-PAIRS, WHOLE, TILES = 192, 96, 4
+# Blocks of 128 columns, so that 256 bytes of each row of a weight lie together: by 32 gate and up of Llama 3 8B, which
+# are 235 MB, took 128 us, and by 128 they take 54 for 2 rows and 59 for 64 (H200, measured; 49 at its memory's rate).
+COLUMNS, STEP, STAGES = 128, 64, 4
+# Of a GPU's 132 multiprocessors (H100). What is summed over is cut in parts, powers of two, of at least LEAST numbers,
+# up to so many programs; fewer than LONE wait for too few reads at a time.
+PROGRAMS, LEAST, LONE = 192, 512, 80
 
 
 @jax.tree_util.register_dataclass
@@ -40,20 +38,12 @@ class Sizes(NamedTuple):
 
     rows           of x
     summed         numbers in each
-    block_columns  of a program, in each weight that it reads
-    step           numbers that are summed up at a time
     splits         parts that are summed up apart
-    side           parts of those that a program sums up side by side
-    stages         of reading ahead
     """
 
     rows: int
     summed: int
-    block_columns: int
-    step: int
     splits: int
-    stages: int
-    side: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +73,7 @@ def products(
     x: jax.Array, weights: Sequence[jax.Array], norm: Norm | None = None, *, interpret: bool = False
 ) -> list[jax.Array]:
     """x [M, K], up to MOST rows, or its norm, times each weight [K, F]: [M, F] of each in x's dtype, summed in float32.
-    How sums are cut depends on the weights, and of the number of rows only on whether it is more than TILE."""
+    How sums are cut depends on the weights and not on the number of rows."""
     parts, squares = in_parts(x, weights, norm, interpret=interpret)
     return [Sums(part, squares, x.shape[1], norm.eps if norm else 0.0, x.dtype).taken for part in parts]
 
@@ -112,48 +102,23 @@ def gated(
     from shardlm.ops.few_rows_kernel import gated_pair
 
     assert activation in GATES, "checked before (layers/fused.py)"
-    sizes = _of_whole_sums(*x.shape, gate.shape[1], 2)
-    if sizes is None:
+    if not is_one(gate.shape[1]):
         of_gate, of_up = products(x, (gate, up), norm, interpret=interpret)
         return activate(of_gate, activation) * of_up
-    return gated_pair(x, gate, up, norm, activation, sizes, interpret)
+    return gated_pair(x, gate, up, norm, activation, Sizes(*x.shape, 1), interpret)
 
 
-def has_whole_sums(rows: int, summed: int, columns: int, weights: int = 1) -> bool:
-    """Whether one program makes a number of the product of rows with a weight [summed, columns], or of the gated pair
-    of two: what `added` needs, and what makes `gated` one kernel."""
-    return _of_whole_sums(rows, summed, columns, weights) is not None
+def is_one(columns: int) -> bool:
+    """Whether `gated` is one kernel for weights of so many columns: gates are made of whole sums."""
+    return blocks_of(columns) >= LONE
 
 
-def added(x: jax.Array, weight: jax.Array, onto: jax.Array | None = None, *, interpret: bool = False) -> jax.Array:
-    """x [M, K] times weight [K, F], on top of `onto` [M, F]: [M, F] in x's dtype, rounded once; where the product
-    `has_whole_sums`."""
-    from shardlm.ops.few_rows_kernel import whole
-
-    sizes = _of_whole_sums(*x.shape, weight.shape[1], 1)
-    assert sizes, "checked before (layers/fused.py)"
-    return whole(x, weight, onto, sizes, interpret)
+def blocks_of(columns: int) -> int:
+    return -(-columns // COLUMNS)
 
 
 def _in_parts(rows: int, summed: int, columns: Sequence[int]) -> Sizes:
-    blocks = sum(-(-each // 32) for each in columns)
-    splits = max(1, min(PROGRAMS // blocks, summed // LEAST))
-    return _sizes(rows, summed, splits)
-
-
-def _of_whole_sums(rows: int, summed: int, columns: int, weights: int) -> Sizes | None:
-    """Of programs that each read some columns of so many weights; None where sums are made in parts."""
-    sizes, side = _sizes(rows, summed, 1), TILES // weights
-    blocks, steps = -(-columns // sizes.block_columns), -(-summed // sizes.step)
-    if rows <= TILE and WHOLE <= blocks < (PAIRS if weights > 1 else PROGRAMS) and steps % side == 0:
-        return sizes._replace(side=side, stages=4)  # of which an A100 has room for two: it has 108 multiprocessors
-    enough = blocks >= PAIRS if weights > 1 else _in_parts(rows, summed, [columns]).splits == 1
-    return sizes if enough else None
-
-
-def _sizes(rows: int, summed: int, splits: int) -> Sizes:
     assert rows <= MOST, "checked before (layers/fused.py)"
-    # 64 bytes of a row of a weight lie together in a program of few rows. What 64 rows are multiplied by is read again
-    # for each block of columns, as many bytes as of the weight itself where a block has 32.
-    few = rows <= TILE
-    return Sizes(rows, summed, 32 if few else 64, 64, splits, 5 if few else 4)
+    blocks = sum(map(blocks_of, columns))
+    most = min(PROGRAMS // blocks, summed // LEAST)
+    return Sizes(rows, summed, 1 << max(0, most.bit_length() - 1))

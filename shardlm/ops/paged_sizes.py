@@ -12,7 +12,10 @@ from shardlm.ops.kv_format import numbers_each
 
 PROGRAMS = 128  # that a sequence is split into, about a GPU's multiprocessors
 PART_BYTES = 2**20  # of the parts of one sequence, which are written and read again
-SPLIT_KEYS = 256  # the least that are worth a part
+# The least that are worth a part, for each SHARED programs that there are without parts, up to MOST_KEYS. Of 640
+# positions and 8 kv heads 2 rows take 6.2 us with 64 keys a part and 10.8 with 256, 16 rows 21.6 in one part and 17.3
+# with 256, and 64 rows 42 in one and 52 with 256, of which their sum takes 5 (H200, measured).
+SPLIT_KEYS, SHARED, MOST_KEYS = 64, 32, 1024
 # Compute capabilities where two blocks of 64 latents as wide as this fit in shared memory beside the queries: 225 of
 # Hopper's 227 KB. For Blackwell Triton wants 281 KB.
 ROOMY, WIDEST = ("8.0", "9.0"), 576
@@ -29,7 +32,8 @@ class Sizes:
     key_columns   the pieces that a key's elements are read in
     value_columns the same of a value; of values inside keys, they are the first of key_columns
     block_rows, block_keys  of one program and of one turn of its loop
-    splits        of the keys of a sequence
+    splits, least of the keys of a sequence, and the turns that are worth a part
+    warps, stages of a program
     compiled      for a GPU, or else interpreted
     """
 
@@ -44,6 +48,9 @@ class Sizes:
     block_rows: int
     block_keys: int
     splits: int
+    least: int
+    warps: int
+    stages: int
     compiled: bool
 
     @property
@@ -58,11 +65,6 @@ class Sizes:
     @property
     def row_blocks(self) -> int:
         return pl.cdiv(self.rows, self.block_rows)
-
-    @property
-    def least(self) -> int:
-        """Turns that are worth a part."""
-        return SPLIT_KEYS // self.block_keys
 
     @property
     def branches(self) -> bool:
@@ -100,7 +102,9 @@ def sizes_of(
     more_keys = latents and block_rows >= 32 and (pack > 1 or (key_dim <= WIDEST and traced_is(*ROOMY)))
     of_value = pieces(value_dim // pack)
     beyond = pieces((key_dim - value_dim) // pack, value_dim // pack)
-    programs = kv_heads * pl.cdiv(rows, block_rows) * (1 if alone else B)
+    block_keys = 2 * block if more_keys else block
+    programs = kv_heads * pl.cdiv(rows, block_rows)
+    keys = min(SPLIT_KEYS * max(1, programs * B // SHARED), MOST_KEYS)
     most = min(PART_BYTES // (4 * T * N * value_dim), row_pages * k_pool.shape[1] // SPLIT_KEYS)
     return Sizes(
         tokens=T,
@@ -112,8 +116,11 @@ def sizes_of(
         value_columns=of_value,
         value_dim=value_dim,
         block_rows=block_rows,
-        block_keys=2 * block if more_keys else block,
-        splits=max(1, min(pl.cdiv(PROGRAMS, programs), most)),
+        block_keys=block_keys,
+        splits=max(1, min(pl.cdiv(PROGRAMS, programs * (1 if alone else B)), most)),
+        least=max(1, keys // block_keys),
+        warps=8 if block_rows * value_dim > 8192 else 4,
+        stages=2 if dtype.itemsize > 2 or (block_rows == 16 and not wide and pack == 1) else 3,
         compiled=compiled,
     )
 

@@ -22,7 +22,6 @@ from shardlm.generate import PAGE_SIZE, make_pages
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import Block
 from shardlm.layers.context import Pages
-from shardlm.layers.fused import added
 from shardlm.layers.mlp import Mlp
 from shardlm.layers.paged import Paged
 from shardlm.layers.param import Execution
@@ -183,11 +182,11 @@ def _layers(model: ModelDef, params: Any, x: jax.Array) -> Any:
 def _of_block(block: Block, x, positions, ctx: Paged, pages: Pages, layer, execution: Execution):
     first = block.before(x, "attention", execution)
     h, pages, _ = block.attention(first, positions, ctx, pages, layer, execution)
-    stream, x = x, added(x, h)
+    stream, x = x, x + h
     if isinstance(getattr(block, "mlp", None), Mlp):
         if not block.config.shares_norm:
             first = block.before(stream if block.config.parallel else x, "mlp", execution)
-        x = added(x, block.mlp(first, None, execution)[0])
+        x = x + block.mlp(first, None, execution)[0]
     return x, pages
 
 

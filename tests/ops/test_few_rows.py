@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardlm.ops import few_rows
-from shardlm.ops.few_rows import GATES, Norm, added, gated, products
+from shardlm.ops.few_rows import GATES, Norm, gated, products
 from shardlm.ops.norm import rms_norm
 from shardlm.ops.swiglu import activate
 
@@ -54,53 +54,24 @@ def test_products_of_rows_and_of_their_norm(rows, summed, columns, offset):
 
 
 @pytest.mark.parametrize("activation", GATES)
-@pytest.mark.parametrize(("rows", "offset", "pairs"), [(3, 0.0, 1), (64, None, 1), (3, 1.0, 1000)])
-def test_gates(monkeypatch, activation, rows, offset, pairs):
+@pytest.mark.parametrize(("rows", "offset", "lone"), [(3, 0.0, 1), (64, None, 1), (3, 1.0, 1000)])
+def test_gates(monkeypatch, activation, rows, offset, lone):
     """In one kernel, and of weights with few columns in two steps."""
-    monkeypatch.setattr(few_rows, "PAIRS", pairs)
+    monkeypatch.setattr(few_rows, "LONE", lone)
     x, (gate, up), norm, read = operands(rows, 1088, (96, 96), 5, offset)
     run = jax.jit(lambda x, gate, up, norm: gated(x, gate, up, activation, norm, interpret=True))
     wanted = activate(read @ gate.astype(jnp.float32), activation) * (read @ up.astype(jnp.float32))
     assert error(run(x, gate, up, norm), wanted) < 2 * ERROR
     calls = str(jax.make_jaxpr(run)(x, gate, up, norm)).count("name=few_rows_gated")
-    assert bool(calls) == (pairs == 1)
+    assert bool(calls) == (lone == 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "summed", "columns", "many"),
-    [
-        (2, 512, 96, False),  # four parts side by side
-        (16, 1024, 80, False),  # the last block of columns ends within
-        (5, 320, 96, True),  # one part, which a number of steps is that four do not divide
-        (64, 192, 64, True),
-    ],
-)
-def test_what_is_added_to_the_stream(monkeypatch, rows, summed, columns, many):
-    monkeypatch.setattr(few_rows, "WHOLE", 1000 if many else 1)
-    assert few_rows.has_whole_sums(rows, summed, columns)
-    x, [weight], _, read = operands(rows, summed, (columns,), 7, None)
-    stream = jnp.asarray(np.random.default_rng(1).normal(size=(rows, columns)), jnp.bfloat16)
-    product = read @ weight.astype(jnp.float32)
-    assert error(added(x, weight, interpret=True), product) < ERROR
-    assert error(added(x, weight, stream, interpret=True), product + stream.astype(jnp.float32)) < ERROR
-
-
-def test_few_columns_are_gated_in_one_kernel_by_parts_side_by_side(monkeypatch):
-    monkeypatch.setattr(few_rows, "WHOLE", 1)
-    x, (gate, up), norm, read = operands(3, 512, (96, 96), 5, 1.0)
-    run = lambda x, gate, up, norm: gated(x, gate, up, "silu", norm, interpret=True)  # noqa: E731
-    wanted = activate(read @ gate.astype(jnp.float32), "silu") * (read @ up.astype(jnp.float32))
-    assert error(run(x, gate, up, norm), wanted) < 2 * ERROR
-    assert str(jax.make_jaxpr(run)(x, gate, up, norm)).count("name=few_rows_gated") == 1
-
-
-def test_which_products_are_made_of_whole_sums():
-    """Of Llama 3 8B, on one GPU and a share of four; of 1B, whose 64 blocks are too few; and of 70B."""
-    whole = few_rows.has_whole_sums
-    assert whole(2, 4096, 4096) and whole(16, 14_336, 4096) and whole(2, 1024, 4096) and whole(2, 28_672, 8192)
-    assert not whole(17, 4096, 4096) and not whole(2, 2048, 2048)
-    assert not whole(2, 2880, 2880)  # 90 blocks
-    assert whole(64, 28_672, 8192)  # where parts would be one
+def test_how_products_are_cut():
+    """Of Llama 3 8B: queries, keys and values, what goes back, gate and up; a share of four; and of 70B."""
+    splits = lambda summed, *columns: few_rows._in_parts(2, summed, columns).splits  # noqa: E731
+    assert splits(4096, 4096, 1024, 1024) == 4 and splits(4096, 4096) == 4 and splits(14_336, 4096) == 4
+    assert splits(4096, 1024, 256, 256) == 8 and splits(1024, 4096) == 2 and splits(28_672, 8192) == 2
+    assert few_rows.is_one(14_336) and few_rows.is_one(28_672) and not few_rows.is_one(3584)
 
 
 def test_a_row_is_the_same_beside_any_others():

@@ -42,19 +42,16 @@ def test_they_are_told_beside_what_is_planned():
     assert [step.batch for step in auto.fused] == [1, 8, 32, 64] and auto.fused == wanted.decode[:4]
     assert wanted.decode[4:] == auto.decode[4:]  # more tokens than they take
     gained = [(a.seconds - b.seconds) / 32 for a, b in zip(auto.decode, auto.fused, strict=False)]
-    for each, kernels in zip(gained, (8, 8, 6, 6), strict=True):  # of a layer, and little else
-        assert kernels * GAP <= each < (kernels + 1) * GAP
+    assert all(6 * GAP <= each < 7 * GAP for each in gained)  # kernels of a layer, and little else
     rates = [f"{figure(step.tokens_per_second)} at {step.batch}" for step in auto.fused]
     assert f"up to {', '.join(rates)} tokens/s: their kernels are counted, none was measured" in said(auto)
     assert "fused kernels" not in said(wanted) and "--fused_products=on" in said(wanted)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "rows", "kernels"), [(1, 8, 7), (1, 64, 9), (2, 8, 9), (2, 64, 12), (4, 8, 9), (4, 64, 12)]
-)
+@pytest.mark.parametrize(("tensor", "rows", "kernels"), [(1, 8, 9), (1, 64, 9), (2, 8, 12), (4, 64, 12)])
 def test_kernels_of_a_layer(tensor, rows, kernels):
     """As tests/test_gpu_serving.py counts them; those over several devices were read from programs compiled by hand.
-    Beyond 16 rows a gate over two devices has so few columns that another kernel multiplies with it."""
+    A gate over two devices has so few columns that another kernel multiplies with it."""
     case = on(tensor, mesh=MeshSpec(tensor=tensor), fused_products="on")
     speed = Speed.of(case, serving_memory(case))
     (work, layers), *_ = speed._works(0, speed._decoding(rows, 1024))
@@ -72,16 +69,14 @@ def test_a_gate_that_is_cut_to_a_share_is_not_joined():
     ops = [Op("mlp", what, "matmul", 1.0, 1.0, 1, dims=(8, 512, 512)) for what in ("gate", "up", "down")]
     block = BlockConfig(AttentionConfig(4, 2, 128), MlpConfig(512, "gelu_tanh"))
     cut = dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, sparsity=0.95))
-    assert [op.what for op in fused(ops, block, 8, False)] == ["gate up", "down"]
-    assert [op.what for op in fused(ops, cut, 8, False)] == ["gate", "up", "down"]
+    assert [op.what for op in fused(ops, block, False)] == ["gate up", "down"]
+    assert [op.what for op in fused(ops, cut, False)] == ["gate", "up", "down"]
 
 
-def test_what_has_a_norm_or_a_bias_behind_it_is_added_by_another_kernel():
-    """A product adds what it makes to the stream itself where nothing comes between (layers/fused.py, Back)."""
+def test_what_is_not_gated_keeps_its_activation():
     shape = LlamaConfig().transformer()
     [segment] = shape.segments
     [block] = segment.pattern
-    biased = dataclasses.replace(block, attention=dataclasses.replace(block.attention, out_bias=True))
     ungated = dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, gated=False, activation="relu2"))
 
     def kernels(of, fused: str) -> float:
@@ -91,9 +86,8 @@ def test_what_has_a_norm_or_a_bias_behind_it_is_added_by_another_kernel():
         (work, _), *_ = speed._works(0, speed._decoding(8, 1024))
         return sum(op.count for op in work.ops)
 
-    gone = {name: kernels(of, "off") - kernels(of, "on") for name, of in (("bias", biased), ("ungated", ungated))}
-    # Of the eight of Llama: the sum behind attention stays; gate and up are one less, and what gates is not there.
-    assert kernels(block, "off") - kernels(block, "on") == 8 and gone == {"bias": 7, "ungated": 6}
+    # Queries, keys and values are two less, and rotation and writes too; gate and up one, and what gates is not there.
+    assert [kernels(of, "off") - kernels(of, "on") for of in (block, ungated)] == [6, 4]
 
 
 def test_drafts_are_tokens_of_a_step():

@@ -36,7 +36,7 @@ def served():
 def interpreted(monkeypatch) -> list[str]:
     """Lets a CPU run the kernels; returns the names of those that are traced, as they are."""
     ran: list[str] = []
-    kernels = [(few_rows, name) for name in ("products", "in_parts", "gated", "added")]
+    kernels = [(few_rows, name) for name in ("products", "in_parts", "gated")]
     for module, name in (*kernels, (rotate_write, "run"), (paged_kernel, "pallas")):
         kernel = getattr(module, name)
 
@@ -150,7 +150,7 @@ def test_a_gpu_without_such_kernels_is_served_without(served, monkeypatch, caplo
     def failing(*args):
         raise ValueError("of XLA's own")
 
-    monkeypatch.setattr(try_out, "added", failing)
+    monkeypatch.setattr(try_out, "_of_block", failing)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="of XLA's own"):
         try_out.seconds(model, params)
 

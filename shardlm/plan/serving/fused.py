@@ -1,14 +1,13 @@
 """Projections of few tokens as kernels with norm and gate in them (layers/fused.py): which plans have them, and what a
-layer's operations are then: of Llama 3 8B 7 kernels of up to 16 rows for 15, and 9 of up to 64, counted in compiled
-programs. How fast they read is not measured; they are taken to read as products apart do."""
+layer's operations are then: of Llama 3 8B 9 kernels for 15, counted in compiled programs. They are taken to read as
+products apart do."""
 
-import math
 from collections.abc import Sequence
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.block import BlockConfig
 from shardlm.layers.mlp import MlpConfig
-from shardlm.ops.few_rows import GATES, MOST, has_whole_sums
+from shardlm.ops.few_rows import GATES, MOST, is_one
 from shardlm.plan.changed import changed
 from shardlm.plan.op import Op
 from shardlm.plan.serving.case import ServingCase
@@ -26,30 +25,20 @@ def possible(case: ServingCase) -> int:
     return MOST if fit and not never and not untried else 0
 
 
-def fused(ops: Sequence[Op], block: BlockConfig, tokens: float, across: bool) -> list[Op]:
-    """The operations of a layer whose projections of so many tokens are such kernels: of queries, keys and values one,
-    of gate and up one. Norms are in what reads them. `across`: sums of what goes back to the stream cross devices."""
-    rows, between = math.ceil(tokens), 0
-    mlp, adds = block.mlp, block.norms == "pre" and block.residual_scale == 1 and not block.memory
+def fused(ops: Sequence[Op], block: BlockConfig, across: bool) -> list[Op]:
+    """The operations of a layer whose projections are such kernels: of queries, keys and values one, of gate and up
+    one. Norms are in what reads them. `across`: sums of what goes back to the stream cross devices."""
+    between = 0
     if isinstance(block.attention, AttentionConfig):
-        # A rotation and two writes are one kernel; the residual's, which was in the next norm, is in the product's.
-        between += -2 * block.attention.plain
-        between += _back(ops, "wo", rows, across) if adds and not block.attention.out_bias else int(across)
+        # A rotation and two writes are one kernel. Sums that cross devices need one before and one after.
+        between += int(across) - 2 * block.attention.plain
         ops = _joined(ops, ("wq", "wk", "wv"))
-    if isinstance(mlp, MlpConfig):
-        between += _back(ops, "down", rows, across) if adds and not mlp.bias and mlp.out_scale == 1 else int(across)
-        if _plain(mlp):
-            of_gate = (op for op in ops if op.what == "gate")
-            between -= any(has_whole_sums(rows, int(op.dims[2]), int(op.dims[1]), 2) for op in of_gate)
+    if isinstance(block.mlp, MlpConfig):
+        between += int(across)
+        if _plain(block.mlp):
+            between -= any(is_one(int(op.dims[1])) for op in ops if op.what == "gate")
             ops = _joined(ops, ("gate", "up"))
     return [changed(op, count=op.count + between) if op.what == BETWEEN else op for op in ops]
-
-
-def _back(ops: Sequence[Op], name: str, rows: int, across: bool) -> int:
-    """Small kernels more, or fewer, of a product that goes back to the stream: whole sums are added to it by their own
-    kernel, and where they cross devices parts need one before and one after."""
-    whole = any(has_whole_sums(rows, int(op.dims[2]), int(op.dims[1])) for op in ops if op.what == name)
-    return int(across) - whole
 
 
 def _plain(mlp: MlpConfig) -> bool:

@@ -239,7 +239,7 @@ class Speed:
         if one.tokens > self._fused_rows:
             return work
         across = self.case.engine.mesh.size("tensor", "expert") > 1
-        return dataclasses.replace(work, ops=tuple(fused(work.ops, block, one.tokens, across)))
+        return dataclasses.replace(work, ops=tuple(fused(work.ops, block, across)))
 
     @functools.cached_property
     def _fused_rows(self) -> int:
