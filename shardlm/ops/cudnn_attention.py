@@ -15,6 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlm.ops.cudnn_documents import Documents, by_document, levels, most_documents, of_rows
+from shardlm.ops.cudnn_groups import Rows, by_groups
 from shardlm.ops.sinks import gradient_of_sinks, with_sinks
 
 Result = TypeVar("Result")
@@ -71,19 +72,21 @@ _attend.defvjp(_forward, _backward)
 
 def _apart(run: Callable[..., Result], segment_ids, chosen, window: int, q, k, v, *rest) -> Result:
     """run(q, k, v, bias, *rest, where=) with a bias of what is chosen; of documents without one where each row is one,
-    with their places where there are few, and else with a bias."""
+    with their places where there are few, gradients (which have a `rest`) a group at a time, and else with a bias."""
     if chosen is not None:
         return run(q, k, v, bias_of(chosen, q.dtype), *rest)
     if segment_ids is None:
         return run(q, k, v, None, *rest)
-    most = levels(q.shape[1], q.shape[3], v.shape[3], window)
+    most = Rows.of(q, k, v).bounded(levels(q.shape[1], q.shape[3], v.shape[3], window))
     where = Documents.of(segment_ids, most[-1]) if most else None
 
     def one(ids, where, *rows):
         return run(*rows[:3], None, *rows[3:])
 
     def some(count, ids, where, *rows):
-        return run(*rows[:3], None, *rows[3:], where=where.few(count))
+        if rest:
+            return by_groups(run, count, ids, where.few(count), *rows)
+        return run(*rows, None, where=where.few(count))
 
     def many(ids, where, *rows):
         return run(*rows[:3], bias_of(ids[:, :, None] == ids[:, None, :], q.dtype), *rows[3:])
