@@ -26,9 +26,9 @@ from shardlm.plan.serving.time import Speed
 from shardlm.serve.engine_config import EngineConfig
 
 
-def on(count: int, **options) -> ServingCase:
+def on(count: int, gpu: str = "h200", **options) -> ServingCase:
     model = ServedModel("llama", LlamaConfig().transformer(), "bfloat16", 8192)
-    return ServingCase(model, Cluster.of(GPUS["h200"], count), EngineConfig(**options), 1024, 256)
+    return ServingCase(model, Cluster.of(GPUS[gpu], count), EngineConfig(**options), 1024, 256)
 
 
 def said(plan: ServingPlan) -> str:
@@ -36,15 +36,16 @@ def said(plan: ServingPlan) -> str:
 
 
 def test_they_are_told_beside_what_is_planned():
-    """An engine that tries them out is planned without; one that is told to have them, with."""
-    auto, off, wanted = (ServingPlan.of(on(1, fused_products=how)) for how in ("auto", "off", "on"))
+    """An engine that tries them out is planned without where they were not measured; one that is told to have them,
+    with."""
+    auto, off, wanted = (ServingPlan.of(on(1, "a100", fused_products=how)) for how in ("auto", "off", "on"))
     assert auto.decode == off.decode and not off.fused and not wanted.fused
     assert [step.batch for step in auto.fused] == [1, 8, 32, 64] and auto.fused == wanted.decode[:4]
     assert wanted.decode[4:] == auto.decode[4:]  # more tokens than they take
     gained = [(a.seconds - b.seconds) / 32 for a, b in zip(auto.decode, auto.fused, strict=False)]
-    assert all(6 * GAP <= each < 7 * GAP for each in gained)  # kernels of a layer, and little else
+    assert all(6 * GAP <= each < 9 * GAP for each in gained)  # kernels of a layer, and fuller tiles of 64 rows
     rates = [f"{figure(step.tokens_per_second)} at {step.batch}" for step in auto.fused]
-    assert f"up to {', '.join(rates)} tokens/s: their kernels are counted, none was measured" in said(auto)
+    assert f"up to {', '.join(rates)} tokens/s: their kernels are counted, none was measured there" in said(auto)
     assert "fused kernels" not in said(wanted) and "--fused_products=on" in said(wanted)
 
 
@@ -56,7 +57,7 @@ def test_kernels_of_a_layer(tensor, rows, kernels):
     speed = Speed.of(case, serving_memory(case))
     (work, layers), *_ = speed._works(0, speed._decoding(rows, 1024))
     assert layers == 32 and sum(op.count for op in work.ops) == kernels
-    apart = Speed.of(on(tensor, mesh=case.engine.mesh), speed.memory)
+    apart = Speed.of(on(tensor, mesh=case.engine.mesh, fused_products="off"), speed.memory)
     (before, _), *_ = apart._works(0, speed._decoding(rows, 1024))
     assert sum(op.count for op in before.ops) == 15
     for name, most in (("flops", 1e-9), ("hbm_bytes", 0.02)):  # what small kernels read and write is little
@@ -94,7 +95,7 @@ def test_drafts_are_tokens_of_a_step():
     asked = {"method": "ngram", "num_speculative_tokens": 3}
     model = ServedModel("llama", LlamaConfig().transformer(), "bfloat16", 8192)
     engine = EngineConfig(speculative_config=asked)
-    case = ServingCase(model, Cluster.of(GPUS["h200"], 1), engine, 1024, 256, acceptance_rate=0.5)
+    case = ServingCase(model, Cluster.of(GPUS["a100"], 1), engine, 1024, 256, acceptance_rate=0.5)
     assert [step.batch for step in ServingPlan.of(case).fused] == [1, 8]
 
 

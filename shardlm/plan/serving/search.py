@@ -11,7 +11,7 @@ from types import MappingProxyType
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.plan.serving.case import ServingCase
-from shardlm.plan.serving.fused import possible
+from shardlm.plan.serving.fused import planned, possible
 from shardlm.plan.serving.load import HEADROOM, Load, Replica
 from shardlm.plan.serving.memory import ServingMemory, serving_memory
 from shardlm.plan.serving.time import DecodeStep, Speed
@@ -64,8 +64,8 @@ class ServingPlan:
     @functools.cached_property
     def fused(self) -> tuple[DecodeStep, ...]:
         """`decode` with fused products, of few enough tokens, where the engine tries out whether they are quicker; ()
-        where it does not. They were not measured, so that all else is planned without them."""
-        rows = possible(self.case) if self.case.engine.fused_products == "auto" else 0
+        where it does not, or is planned with them. Where they were not measured all else is planned without them."""
+        rows = 0 if planned(self.case) else possible(self.case)
         steps = _steps(self.case.on(fused_products="on"), self.memory) if rows else ()
         return tuple(step for step in steps if step.batch * (1 + self.case.engine.drafts) <= rows)
 

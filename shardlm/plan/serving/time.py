@@ -26,7 +26,7 @@ from shardlm.plan.op import Op
 from shardlm.plan.serving import altup, encoder, gated_streams, streams
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import Drafter, drafter_of
-from shardlm.plan.serving.fused import fused, possible
+from shardlm.plan.serving.fused import fused, planned
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work, ngrams_work
 from shardlm.plan.serving.prompts import OVER_PAGES, how_of
@@ -243,9 +243,8 @@ class Speed:
 
     @functools.cached_property
     def _fused_rows(self) -> int:
-        """Tokens up to which projections are fused, where asked for. Where an engine tries out which is quicker,
-        it takes no longer than apart."""
-        return possible(self.case) if self.case.engine.fused_products == "on" else 0
+        """Tokens up to which projections are fused; an engine that tries out which is quicker takes no longer."""
+        return planned(self.case)
 
     @functools.cached_property
     def _kinds(self) -> list[Counter]:

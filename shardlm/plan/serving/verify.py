@@ -21,7 +21,7 @@ from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.kv_format import KvFormat
 from shardlm.ops.weight_format import WeightFormat
 from shardlm.plan.apart import Failed, each_apart
-from shardlm.plan.serving.fused import possible
+from shardlm.plan.serving.fused import planned
 from shardlm.plan.serving.search import ServingPlan
 from shardlm.serve.adapter_table import NO_ROOM, Room
 from shardlm.serve.adapters import executed
@@ -121,10 +121,9 @@ def runner_of(plan: ServingPlan) -> Runner:
     speculative, kv_cache = case.engine.speculative_config, case.engine.kv_cache_dtype
     if speculative and speculative.method == "mtp":
         shape = dataclasses.replace(shape, mtp=case.model.mtp)
-    fused = possible(case) if case.engine.fused_products == "on" else 0
     head = case.draft.head if case.draft else None
     streams = head.streams.of(shape.num_layers) if head else ()
-    own = (case.weights, kv_cache, case.engine.room, fused, streams)
+    own = (case.weights, kv_cache, case.engine.room, planned(case), streams)
     model = _described(shape, mesh.build(devices), case.dtype, *own)
     meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
     if case.draft:

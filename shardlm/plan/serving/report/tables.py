@@ -185,8 +185,8 @@ def _fused(steps: list[Data]) -> str:
     rates = [f"{figure(step['tokens_per_second'])} at {step['batch']:,}" for step in steps]
     return (
         " With projections as fused kernels, which the engine has where it finds them quicker on its GPU "
-        f"(fused_products), up to {', '.join(rates)} tokens/s: their kernels are counted, none was measured, and no "
-        "other figure is with them."
+        f"(fused_products), up to {', '.join(rates)} tokens/s: their kernels are counted, none was measured there, and "
+        "no other figure is with them."
     )
 
 
