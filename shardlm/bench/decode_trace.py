@@ -18,6 +18,7 @@ from shardlm.serve.sampling_params import SamplingParams
 T = TypeVar("T")
 LONGEST = 12
 NAME = 80  # letters of a kernel's name that are kept
+GAPS = 0.0, 5e-6, 50e-6, 500e-6  # seconds
 
 
 def traced(engine: Engine, served: Served, batch: int) -> dict[str, Any]:
@@ -111,4 +112,27 @@ def _summed(events: list[trace.Event], steps: int) -> dict[str, Any]:
         "kernels": len(events) / steps,
         "of_longest": sum(ns for _, ns in longest) / busy if busy else None,
         "longest": each,
+        "idle": _idle(events, steps),
     }
+
+
+def _idle(events: list[trace.Event], steps: int) -> list[dict[str, Any]]:
+    """When nothing ran on the devices, by how long that was: seconds and times of a step, and what the longest of each
+    lies between."""
+    gaps: dict[float, list[tuple[int, str, str]]] = {bound: [] for bound in GAPS}
+    end, before = events[0].end if events else 0, events[0].name if events else ""
+    for event in events[1:]:
+        if event.start > end:
+            bound = max(bound for bound in GAPS if event.start - end >= bound * 1e9)
+            gaps[bound].append((event.start - end, before[:NAME], event.name[:NAME]))
+        end, before = max((end, before), (event.end, event.name))
+    return [
+        {
+            "of_at_least": bound,
+            "seconds": sum(gap for gap, *_ in found) / 1e9 / steps,
+            "count": len(found) / steps,
+            "longest": max(found),
+        }
+        for bound, found in gaps.items()
+        if found
+    ]
