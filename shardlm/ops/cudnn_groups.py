@@ -6,12 +6,12 @@ without a GPU.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardlm.ops.cudnn_documents import Documents
 
@@ -89,8 +89,10 @@ def by_groups(run: Callable[..., tuple], most: int, ids: jax.Array, where: Docum
     lse = lse.reshape(B, K, each, T)
     added = group.each < each  # a kv head's gradients are summed over calls
 
-    def one(sums, at: jax.Array):
-        row, head, query = at
+    calls = tuple(all_ // part for all_, part in zip(whole, group, strict=True))
+
+    def one(sums, call: jax.Array):
+        row, head, query = (n * part for n, part in zip(jnp.unravel_index(call, calls), group, strict=True))
 
         def of_queries(a: jax.Array) -> jax.Array:
             sizes = group.rows, T, group.kv_heads, group.each, a.shape[-1]
@@ -111,8 +113,6 @@ def by_groups(run: Callable[..., tuple], most: int, ids: jax.Array, where: Docum
         d_q = jax.lax.dynamic_update_slice(sums[0], d_q, (row, 0, head, query, 0))
         return (d_q, put(sums[1], d_k), put(sums[2], d_v)), None
 
-    starts = [np.arange(0, all_, part, dtype=np.int32) for all_, part in zip(whole, group, strict=True)]
-    every = np.stack(np.meshgrid(*starts, indexing="ij"), axis=-1).reshape(-1, 3)
     begun = jnp.zeros_like(by_kv[0]), *(jnp.zeros_like(a, jnp.float32 if added else a.dtype) for a in (k, v))
-    (d_q, d_k, d_v), _ = jax.lax.scan(one, begun, every)
+    (d_q, d_k, d_v), _ = jax.lax.scan(one, begun, jnp.arange(math.prod(calls), dtype=jnp.int32))
     return d_q.reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype)
