@@ -47,7 +47,7 @@ def test_heads_of_192_with_values_of_128(gpu, kernels):
 def test_packed_documents_are_told_to_the_kernel(gpu, ways, remat, passes, grouped, monkeypatch):
     """One a row, two numbers of them on Hopper, and by a bias; remat=dots keeps what the kernel gave. Gradients of a
     group at a time are in loops, of a program as small."""
-    monkeypatch.setattr(cudnn_groups, "LEAST_BYTES", 0 if grouped else 2**30)
+    monkeypatch.setattr(cudnn_groups, "CALL_BYTES", 0 if grouped else 2**30)
     model = LlamaConfig(256, 128, 2, 2, 1, 64, 128)
     train = TrainConfig(global_batch=1, seq_len=1024)
     config = RunConfig(model, train=train, mesh=MeshSpec(fsdp=1), remat=remat)
