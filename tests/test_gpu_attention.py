@@ -10,6 +10,7 @@ from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.llama import LlamaConfig
+from shardlm.ops import cudnn_groups
 from shardlm.ops.attention import cudnn
 from shardlm.ops.cudnn_heads import traced_for
 from shardlm.plan.sketch import Sketch
@@ -42,8 +43,11 @@ def test_heads_of_192_with_values_of_128(gpu, kernels):
 
 @pytest.mark.parametrize(("gpu", "ways"), [("a100", 2), ("h100", 4)])
 @pytest.mark.parametrize(("remat", "passes"), [("dots", 1), ("full", 2)])
-def test_packed_documents_are_told_to_the_kernel(gpu, ways, remat, passes):
-    """One a row, two numbers of them on Hopper, and by a bias; remat=dots keeps what the kernel gave."""
+@pytest.mark.parametrize("grouped", [False, True])
+def test_packed_documents_are_told_to_the_kernel(gpu, ways, remat, passes, grouped, monkeypatch):
+    """One a row, two numbers of them on Hopper, and by a bias; remat=dots keeps what the kernel gave. Gradients of a
+    group at a time are in loops, of a program as small."""
+    monkeypatch.setattr(cudnn_groups, "CALL_BYTES", 0 if grouped else 2**30)
     model = LlamaConfig(256, 128, 2, 2, 1, 64, 128)
     train = TrainConfig(global_batch=1, seq_len=1024)
     config = RunConfig(model, train=train, mesh=MeshSpec(fsdp=1), remat=remat)
@@ -51,6 +55,8 @@ def test_packed_documents_are_told_to_the_kernel(gpu, ways, remat, passes):
     count = lambda name, back: text.count(f"@__cudnn$fmha{name}{'Backward' * back}(")  # noqa: E731
     assert [count("Softmax", True), count("ScaleBiasSoftmax", True)] == [ways - 1, 1]
     assert [count("Softmax", False), count("ScaleBiasSoftmax", False)] == [passes * (ways - 1), passes]
+    halves = text.count("(tensor<1x1024x1x64xbf16>, tensor<1x1024x1x64xbf16>, ")
+    assert (halves > 0) == (grouped and gpu == "h100")
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100"])

@@ -50,9 +50,9 @@ def collect(module: Module, find: Callable[[Visit], Sequence[T]], weigh: Callabl
             found = run(condition, count * (trips + 1), depth + 1, guess, visit)
             return found + (run(body, count * trips, depth + 1, guess, visit) if trips else [])
         if at.opcode == "conditional":
-            names = [name for key in _BRANCHES for name in at.called(key)]
-            branches = [run(name, count, depth, "the costliest branch of a conditional", visit) for name in names]
-            return max(branches, key=weigh)
+            names, why = branches(module, at), "the costliest branch of a conditional"
+            branches_run = [run(name, count, depth, why, visit) for name in names]
+            return max(branches_run, key=weigh)
         if at.opcode.endswith(("-done", "-update")):
             return []  # its -start is what runs
         names = at.called("calls") + at.called("called_computations")
@@ -60,6 +60,21 @@ def collect(module: Module, find: Callable[[Visit], Sequence[T]], weigh: Callabl
         return [item for name in names for item in run(name, count, depth, guess, visit)]
 
     return run(module.entry, 1, 0, "", None)
+
+
+def branches(module: Module, at: Instruction) -> list[str]:
+    """The computations of a conditional. Of ways to attend without those that call cuDNN in a loop, for documents a few
+    rows at a time (ops/cudnn_groups.py): a program does not show how little these compute, and the others show what
+    whole rows do."""
+    names = [name for key in _BRANCHES for name in at.called(key)]
+    at_once = [name for name in names if not _attends_in_a_loop(module, name)]
+    return at_once or names
+
+
+def _attends_in_a_loop(module: Module, name: str) -> bool:
+    loops = [at for at in module.computations[name].instructions if at.opcode == "while"]
+    bodies = [module.computations[body] for at in loops for body in at.called("body")]
+    return any("__cudnn$fmha" in at.attributes for body in bodies for at in body.instructions)
 
 
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")

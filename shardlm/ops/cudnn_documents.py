@@ -69,16 +69,19 @@ def most_documents(segment_ids: jax.Array) -> jax.Array:
     return jnp.max(jnp.sum(_begins(segment_ids), axis=1, dtype=jnp.int32))
 
 
-def levels(tokens: int, key_dim: int, value_dim: int, window: int) -> tuple[int, ...]:
-    """For how many documents a row of so many tokens the kernel is called, the fewest first; none where it is not known
-    to do so on the device that is traced for: from Hopper on (jax), without windows, and with keys as wide as values,
-    as it was measured. A document that is not there takes it 6 us (8 rows of 4,096 tokens, heads of 64, with gradients)
-    to 21 us (4 of 8,192, of 128), and its log-partition is kept: with a document for each 128 tokens and 64 heads that
-    is as large as a bias."""
+def counts(tokens: int, key_dim: int, value_dim: int, window: int) -> tuple[int, ...]:
+    """For how many documents a row of so many tokens the kernel is called, the fewest first: without windows, and with
+    keys as wide as values, as it was measured. A document that is not there takes it 6 us (8 rows of 4,096 tokens,
+    heads of 64, with gradients) to 21 us (4 of 8,192, of 128), and its log-partition is kept: with a document for each
+    128 tokens and 64 heads that is as large as a bias."""
     alike = key_dim == value_dim and not window and tokens >= LEAST_TOKENS
-    if not alike or not fused_attention_stablehlo.check_compute_capability("9.0"):
-        return ()
-    return tuple(tokens // each for each in TOKENS_EACH)
+    return tuple(tokens // each for each in TOKENS_EACH) if alike else ()
+
+
+def levels(tokens: int, key_dim: int, value_dim: int, window: int) -> tuple[int, ...]:
+    """The same for the device that is traced for: from Hopper on (jax)."""
+    found = counts(tokens, key_dim, value_dim, window)
+    return found if found and fused_attention_stablehlo.check_compute_capability("9.0") else ()
 
 
 def of_rows(by_document: jax.Array, where: Documents) -> jax.Array:

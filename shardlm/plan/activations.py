@@ -21,6 +21,7 @@ from shardlm.plan.attention import gates_of, heads_given, keeps_heads
 from shardlm.plan.changed import changed
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.sparse_attention import chosen_bytes, heads_apart
+from shardlm.plan.workspace import workspace
 
 Kinds = dict[str, float]
 """Bytes by what they are for."""
@@ -48,6 +49,7 @@ class Layer:
     mask     that keeps documents apart in a ring, and which tokens are chosen; of XLA's attention the scores of a block
     bias     that keeps documents of whole rows apart, in a branch of a conditional around cuDNN's kernel: there are no
              two layers' at once (ops/cudnn_attention.py)
+    workspace  with which gradients are made there, with that bias or what other ways have in its place (workspace.py)
     gate     of attention's output
     rule     of linear attention, at its fullest; rule_kept: what of it, of scores or of choices, is kept without
              recomputation
@@ -72,6 +74,7 @@ class Layer:
     zeros: float
     mask: float = 0.0
     bias: float = 0.0
+    workspace: float = 0.0
     gate: float = 0.0
     rule: float = 0.0
     rule_kept: float = 0.0
@@ -108,6 +111,8 @@ def _of_one(block: BlockConfig, sketch: Sketch) -> Layer:
     exchange = _exchange(block, sketch)
     rows = _visitors(moe, sketch) * itemsize(sketch) if moe else 0
     chosen = chosen_bytes(attention, sketch)
+    scores = not (compressed or isinstance(attention, DeltaNetConfig))
+    masks = _masks(sketch, heads, chosen, heads_apart(attention, sketch)) if scores else {}
     return Layer(
         stream=nbytes * D / tensor * streams,
         whole=nbytes * D,
@@ -123,11 +128,8 @@ def _of_one(block: BlockConfig, sketch: Sketch) -> Layer:
         rows=rows * (L := moe.read_dim(D) if moe else 0),
         pairs=nbytes * moe.top_k * L * (sketch.mesh.expert if exchange == "gather" else 1) if moe else 0,
         zeros=_zeros(moe, exchange, rows, nbytes, sketch) if moe else 0,
-        **(
-            {}
-            if compressed or isinstance(attention, DeltaNetConfig)
-            else _masks(sketch, heads, chosen, heads_apart(attention, sketch))
-        ),
+        **masks,
+        workspace=workspace(attention, sketch, masks.get("bias", 0.0)) if masks else 0.0,
         one=nbytes * D / tensor if block.mixes else 0.0,
         later=nbytes * D / tensor if isinstance(block.streams, ShortcutConfig) else 0.0,
         products=1 + (not block.mlp.there or block.mlp.gated),

@@ -18,7 +18,7 @@ from shardlm.hlo.origin import argument, phase
 from shardlm.hlo.origin import cause as cause_of
 from shardlm.hlo.text import Computation, Instruction, Module, parse
 from shardlm.hlo.trips import trip_count
-from shardlm.hlo.walk import Visit, collect
+from shardlm.hlo.walk import Visit, branches, collect
 from shardlm.mesh import MeshSpec
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.measured import kernels_of, route_of
@@ -265,8 +265,7 @@ class _Schedule:
             trips = trip_count(self.module, computation, at)
             return self.span(body).seconds * (1 if trips is None else trips)
         if at.opcode == "conditional":
-            branches = [name for key in _BRANCHES for name in at.called(key)]
-            return max(self.span(name).seconds for name in branches)
+            return max(self.span(name).seconds for name in branches(self.module, at))
         if at.opcode == "call":
             return math.fsum(self.span(name).seconds for name in at.called("to_apply"))
         if at.opcode in ("async-start", "call-start"):
@@ -310,7 +309,6 @@ class _Schedule:
 
 _COLLECTIVES = "collectives"  # the stream of all of them
 _RUN_OTHERS = ("while", "conditional", "call", "async-start", "call-start")
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 def _ends(clock: float, seconds: float, taken: list[tuple[float, float, float]]) -> float:

@@ -1,6 +1,6 @@
 """Bytes that one device needs in a training step, by what they are for: what rests (state.py), exactly, and what a step
 needs besides (temporaries.py), within 5% of the compiled program's memory as a whole
-(tests/plan/test_plan_matches_xla_memory.py)."""
+(tests/plan/test_plan_matches_xla_memory.py); and what cuDNN's attention takes on a GPU that is there (workspace.py)."""
 
 import dataclasses
 import math
@@ -11,7 +11,8 @@ from shardlm.plan.activations import Kinds
 from shardlm.plan.doubt import doubt
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import State, state
-from shardlm.plan.temporaries import Throughout, temporaries, throughout
+from shardlm.plan.temporaries import Throughout, in_attention, joined, temporaries, throughout
+from shardlm.plan.workspace import WORKSPACE
 
 RESERVE = 0.08  # of a GPU's memory
 ROUNDING = 1e-9  # of sums in another order
@@ -34,6 +35,11 @@ class Memory:
     @property
     def total(self) -> float:
         return sum(self.kinds.values()) + self.reserve
+
+    @property
+    def without_gpu(self) -> float:
+        """What a program has that is compiled without a GPU."""
+        return sum(self.kinds.values()) - self.kinds.get(WORKSPACE, 0.0)
 
 
 def at_least(sketch: Sketch, rests: State, held: Throughout) -> float:
@@ -72,7 +78,20 @@ def _kinds(sketch: Sketch) -> tuple[Kinds, float]:
 
 
 def _temporaries(sketch: Sketch) -> tuple[Kinds, float]:
-    return temporaries(sketch, sketch.once(throughout))
+    held = sketch.once(throughout)
+    kinds, zeros = temporaries(sketch, held)
+    return kinds | {WORKSPACE: _workspace(sketch, held, sum(kinds.values()))}, zeros
+
+
+def _workspace(sketch: Sketch, held: Throughout, fullest: float) -> float:
+    """Of cuDNN's attention as it goes backwards, what is not there at the `fullest` moment anyway; in stages, in a ring
+    and with chosen tokens, of which that is no moment of its own, all of it."""
+    ones = [one for pattern in held.parts.layers for one in pattern]
+    taken, biased = max(one.workspace for one in ones), max(one.bias for one in ones)
+    moment = in_attention(sketch, held.parts) if taken else {}
+    if not moment:
+        return max(0.0, taken - biased)
+    return max(0.0, sum(joined(held.kinds, moment).values()) - biased + taken - fullest)
 
 
 def sampling(sketch: Sketch, rests: State, temporaries: float) -> float:

@@ -44,17 +44,17 @@ def throughout(sketch: Sketch) -> Throughout:
 def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     """At the fullest of the moments; and how many of these bytes there are only if zeros are made before the head."""
     parts, always = held.parts, held.kinds
-    during = (at_head, _in_layers, _between_layers, _in_attention, _at_embedding)
+    during = (at_head, _in_layers, _between_layers, in_attention, _at_embedding)
     if adapted.applies(sketch, parts):
-        during = (_at_head_of_adapted, _between_layers_of_adapted, _in_attention)
-    moments = [_joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
+        during = (_at_head_of_adapted, _between_layers_of_adapted, in_attention)
+    moments = [joined(always, at(sketch, parts)) for at in during] + [_in_update(sketch, parts)]
     for own in filter(None, (linear_memory.at_work(sketch, parts), compressed_memory.at_work(sketch, parts))):
-        moments.append(_joined(always, own, _around(sketch, parts)))
-    moments.append(_joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
+        moments.append(joined(always, own, _around(sketch, parts)))
+    moments.append(joined(always, _outside_stages(sketch, parts), _times(-1, _let_go(sketch, parts))))
     if sketch.beside:
-        moments.append(_joined(always, _beside(sketch.beside), {"gradients": -parts.resting}))
+        moments.append(joined(always, _beside(sketch.beside), {"gradients": -parts.resting}))
     if not sketch.loops and sketch.mesh.pipeline == 1:
-        moments.append(_joined(always, _in_layers(sketch, parts), _at_first_layer(sketch, parts)))
+        moments.append(joined(always, _in_layers(sketch, parts), _at_first_layer(sketch, parts)))
     fullest = max(moments, key=_total)
     before = parts.resting - zeros_behind(sketch, parts) if sketch.loops else 0
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or not before:
@@ -75,7 +75,7 @@ def _at_first_layer(sketch: Sketch, parts: Parts) -> Kinds:
     these kept is gone."""
     others = 1 - 1 / sketch.shape.num_layers
     patterns = (_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers))
-    return _joined(_times(-others, _joined(*patterns)), {"gradients": others * parts.resting})
+    return joined(_times(-others, joined(*patterns)), {"gradients": others * parts.resting})
 
 
 def _around(sketch: Sketch, parts: Parts) -> Kinds:
@@ -86,7 +86,7 @@ def _around(sketch: Sketch, parts: Parts) -> Kinds:
     return waiting(sketch, whole) | ({"gradients": parts.resting} if stages else {})
 
 
-def _joined(*parts: Kinds) -> Kinds:
+def joined(*parts: Kinds) -> Kinds:
     """Their sums."""
     found = dict(parts[0])
     for part in parts[1:]:  # a search joins a million
@@ -101,7 +101,7 @@ def _times(factor: float, kinds: Kinds) -> Kinds:
 
 def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     """Of the forward pass, and without a pipeline what gradients are summed in."""
-    found = _joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
+    found = joined(*(_kept_of(sketch, number, pattern) for number, pattern in enumerate(parts.layers)))
     found["weights turned"] = parts.turned
     ones = [one for pattern in parts.layers for one in pattern]
     sent = "all_to_all" in exchanges(sketch)
@@ -131,7 +131,7 @@ def _of_inputs(sketch: Sketch, table: Table) -> int:
 def _kept_of(sketch: Sketch, number: int, pattern: tuple[Layer, ...]) -> Kinds:
     """Activations that the forward pass keeps of a segment."""
     schedule, stages = sketch.schedule, sketch.mesh.pipeline
-    once = _joined(*(kept(one, sketch) for one in pattern))
+    once = joined(*(kept(one, sketch) for one in pattern))
     repeats = sketch.shape.segments[number].repeats
     if stages == 1:
         return _times(repeats, once)
@@ -236,7 +236,7 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     again = AGAIN.get(sketch.config.remat, 3)
     head = WIDE * sketch.shape.vocab_size * sketch.shape.embed_dim / sketch.mesh.tensor
     two = max((_two_layers(one, sketch, again) for pattern in parts.layers for one in pattern), key=_total)
-    found = _joined(two, waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
+    found = joined(two, waiting(sketch, head), {"streams kept": _turned_streams(sketch, parts)})
     if sketch.adapters and parts.gathers:  # experts' come when rows are there
         found["weights in use"] = (parts.dense if parts.experts else parts.largest) * _layers_in_use(sketch, parts)
     elif sketch.adapters:
@@ -244,7 +244,7 @@ def _between_layers(sketch: Sketch, parts: Parts) -> Kinds:
     return found
 
 
-def _in_attention(sketch: Sketch, parts: Parts) -> Kinds:
+def in_attention(sketch: Sketch, parts: Parts) -> Kinds:
     """While cuDNN's kernel works backwards with a bias, which is there at no other moment; in stages `working` has it.
     Over several devices the MLP of the layer in front is made again meanwhile, but where that waits for tokens that are
     exchanged over context or tensor."""

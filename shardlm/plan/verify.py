@@ -11,6 +11,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.plan import Plan
 from shardlm.plan.program_layers import buffers_filled
 from shardlm.plan.sketch import Sketch
+from shardlm.plan.workspace import WORKSPACE
 from shardlm.topology import topology
 from shardlm.train.config import RunConfig
 from shardlm.train.program import Program
@@ -24,6 +25,7 @@ class Verified:
     temporary_bytes  besides, at the fullest moment
     step             its kernels and collectives as they are scheduled, with times; None where there is no program
     failure          why there is no program; "" if there is, and then all else is 0
+    workspace_bytes  that a compiler without a GPU cannot know of, by formulas (workspace.py)
     """
 
     argument_bytes: int = 0
@@ -31,23 +33,26 @@ class Verified:
     step: CompiledStep | None = None
     compile_seconds: float = 0.0
     failure: str = ""
+    workspace_bytes: int = 0
 
     @property
     def hbm_bytes(self) -> int:
-        return self.argument_bytes + self.temporary_bytes
+        return self.argument_bytes + self.temporary_bytes + self.workspace_bytes
 
 
 def verify(plans: Sequence[Plan]) -> list[Verified]:
-    """Each plan's step compiled, in processes of their own. What reads images is no part of it, and rests beside it."""
+    """Each plan's step compiled, in processes of their own. What reads images is no part of it, and rests beside it;
+    nor is cuDNN's workspace."""
     found = each_apart(compile_step, [(plan.config, plan.cluster) for plan in plans])
     return [
-        Verified(failure=one.why) if isinstance(one, Failed) else _with_images(one, plan.state.images)
+        Verified(failure=one.why) if isinstance(one, Failed) else _with_others(one, plan)
         for one, plan in zip(found, plans, strict=True)
     ]
 
 
-def _with_images(one: Verified, nbytes: int) -> Verified:
-    return dataclasses.replace(one, argument_bytes=one.argument_bytes + nbytes) if nbytes else one
+def _with_others(one: Verified, plan: Plan) -> Verified:
+    rests, workspace = one.argument_bytes + plan.state.images, plan.memory.kinds.get(WORKSPACE, 0.0)
+    return dataclasses.replace(one, argument_bytes=rests, workspace_bytes=int(workspace))
 
 
 def compile_step(config: RunConfig, cluster: Cluster) -> Verified:

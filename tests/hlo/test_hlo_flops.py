@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from shardlm.hlo.flops import matmul_flops
+from shardlm.hlo.text import parse
+from shardlm.hlo.walk import branches
 
 
 def text_of(f, *shapes):
@@ -53,6 +55,41 @@ def test_attention_of_cudnn(target, mask, window, pairs, matmuls):
     )
     values = {2: 1, 5: 2}[matmuls]  # products as wide as values, here half as wide as keys
     assert matmul_flops(narrow).flops == (matmuls - values / 2) * 2 * (2 * 8 * pairs * 16)
+
+
+WAYS = """HloModule m
+%body (s: bf16[8]) -> bf16[8] {
+  %s = bf16[8]{0} parameter(0)
+  ROOT %o = bf16[8]{0} custom-call(%s), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+}
+%condition (s: bf16[8]) -> pred[] {
+  %s = bf16[8]{0} parameter(0)
+  ROOT %c = pred[] constant(false)
+}
+%looped (a: bf16[8]) -> bf16[8] {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %w = bf16[8]{0} while(%a), condition=%condition, body=%body
+}
+%once (a: bf16[8]) -> bf16[8] {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %o = bf16[8]{0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+}
+ENTRY %main (q: bf16[8], i: s32[]) -> bf16[8] {
+  %q = bf16[8]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %x = bf16[8]{0} conditional(%i, %q, %q), branch_computations={%once, %looped}
+}
+"""
+
+
+def test_of_attentions_ways_those_in_a_loop_are_left_out():
+    """Unless there are no others."""
+    module = parse(WAYS)
+    assert branches(module, module.computations["main"].root) == ["once"]
+    module = parse(WAYS.replace("{%once, %looped}", "{%looped, %looped}"))
+    assert branches(module, module.computations["main"].root) == ["looped", "looped"]
+    module = parse(WAYS.replace("__cudnn$fmhaSoftmaxBackward", "other"))
+    assert branches(module, module.computations["main"].root) == ["once", "looped"]
 
 
 def test_what_cannot_be_counted_is_named():

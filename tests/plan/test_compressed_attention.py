@@ -179,7 +179,7 @@ def test_a_training_step_needs_about_what_its_program_does(name):
     found = memory(sketch)
     resting = sum(found.kinds.get(kind, 0) for kind in ("weights", "optimizer", "batch"))
     assert resting == pytest.approx(arguments, rel=1e-3)
-    assert -0.11 < sum(found.kinds.values()) / (arguments + temporaries) - 1 < 0.05
+    assert -0.11 < found.without_gpu / (arguments + temporaries) - 1 < 0.05
     assert "entries that stand for several tokens" in found.doubt
     cost = step_cost(sketch, Cluster.of(GPUS["h100"], sketch.num_gpus))
     # Of the last two it is gathers over hosts that lie behind less than is foreseen.

@@ -34,7 +34,7 @@ def estimated(run: Run) -> Memory:
 
 def error(found: Memory, record: dict) -> float:
     """Of the estimate without its reserve, as a part of the compiled program's memory."""
-    return sum(found.kinds.values()) / (record["argument_bytes"] + record["temporary_bytes"]) - 1
+    return found.without_gpu / (record["argument_bytes"] + record["temporary_bytes"]) - 1
 
 
 @pytest.mark.parametrize("name", SHIPPED)

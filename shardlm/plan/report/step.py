@@ -16,7 +16,8 @@ Row = dict[str, Any]
 
 def memory(plan: Plan, checked: Verified | None) -> dict[str, Any]:
     """Bytes of one GPU: `kinds` as estimated, with `doubt` why that may be far off, and sums of what rests and of what
-    a step needs besides, beside those of the compiled program, which does not tell kinds apart."""
+    a step needs besides, beside those of the compiled program, which does not tell kinds apart, with what a compiler
+    without a GPU cannot know of."""
     held = plan.memory
     rests = state(plan.sketch).total
     compiled = checked if checked and not checked.failure else None
@@ -27,8 +28,13 @@ def memory(plan: Plan, checked: Verified | None) -> dict[str, Any]:
         "host_bytes": held.host,
         "doubt": held.doubt,
         "estimated": _sums(rests, sum(held.kinds.values()) - rests, held.reserve),
-        "compiled": compiled and _sums(compiled.argument_bytes, compiled.temporary_bytes, held.reserve),
+        "compiled": compiled and _compiled(compiled, held.reserve),
     }
+
+
+def _compiled(checked: Verified, reserve: float) -> dict[str, float]:
+    besides = checked.hbm_bytes - checked.argument_bytes
+    return _sums(checked.argument_bytes, besides, reserve) | {"workspace_bytes": checked.workspace_bytes}
 
 
 def _sums(rests: float, besides: float, reserve: float) -> dict[str, float]:

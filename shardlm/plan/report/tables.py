@@ -162,14 +162,16 @@ def memory(plan: Data) -> Table:
         cells = [[*cell, gib(nbytes)] for cell, (*_, nbytes) in zip(cells, rows, strict=True)]
     doubt = f"The estimate may be off by more than 5%: {held['doubt']}." if held["doubt"] and not made else ""
     host = f"Another {gib(held['host_bytes'])} GiB rest in the host's memory." if held["host_bytes"] else ""
-    note = " ".join(filter(None, (_MEMORY, doubt, host)))
+    workspace = made["workspace_bytes"] if made else 0
+    unknown = f"Attention workspace, {gib(workspace)} GiB, is estimated under compiled too." if workspace else ""
+    note = " ".join(filter(None, (_MEMORY, unknown, doubt, host)))
     return Table("memory", title, tuple(columns), tuple(map(tuple, cells)), sums=5, note=note)
 
 
 _MEMORY = (
     "Kept: of the forward pass, for the backward pass. Streams: activations between layers. Attention, mlp, experts "
-    "and head: activations inside them. Weights in use: gathered for the layer at work; turned: "
-    "copies from which they are gathered."
+    "and head: activations inside them. Attention workspace: what cuDNN takes besides as gradients are made. "
+    "Weights in use: gathered for the layer at work; turned: copies from which they are gathered."
 )
 
 
