@@ -10,6 +10,7 @@ from shardlm.compiled_together import compiled_together
 from shardlm.serve.chunk_programs import WHILE_WEIGHTS_ARE_READ
 
 APART = {"xla_gpu_dot_merger_threshold_mb": 0}  # products of the same operand stay apart
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
 def compile_all(runners: Sequence[Any], progress: Callable[[int, int], None]) -> None:
@@ -39,6 +40,9 @@ def _lowered(runner: Any, key: Any, shapes: Sequence[Any]) -> Callable[[], Any]:
 def options_of(platform: str, key: Any) -> dict[str, Any]:
     """XLA's, of the program of a key, beside those of all. Merged into one product, queries, keys and values of few
     tokens are read where their weights lie; for many XLA copies the weights together, 0.8 of the 13 ms that 512 tokens
-    of Llama 3 8B take on an H200 (measured)."""
-    chunk = platform != "cpu" and key[0] in ("chunk", "whole")
-    return APART if chunk and math.prod(key[1]) >= WHILE_WEIGHTS_ARE_READ[platform] else {}
+    of Llama 3 8B take on an H200 (measured). A chunk runs once where decoding runs a loop, and a CUDA graph has to be
+    told again wherever its memory lies now, kernel by kernel (https://github.com/openxla/xla/pull/35315): of four
+    prompts of 2,048 tokens 32 of 207 ms went by with nothing running (H200, measured with graphs, not yet without)."""
+    if platform == "cpu" or key[0] not in ("chunk", "whole"):
+        return {}
+    return NO_GRAPHS | (APART if math.prod(key[1]) >= WHILE_WEIGHTS_ARE_READ[platform] else {})
