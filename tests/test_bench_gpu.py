@@ -7,6 +7,9 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shardlm.bench import ahead, kernel_timing, pytest_rows, results, run
@@ -17,6 +20,7 @@ from shardlm.bench.decode_trace import _idle
 from shardlm.bench.planning import summary
 from shardlm.bench.report import markdown
 from shardlm.bench.sizes import FULL, TINY, named
+from shardlm.bench.traces import busy
 from shardlm.errors import ShardlmError
 from shardlm.profile.trace import Event
 
@@ -329,3 +333,12 @@ def test_when_nothing_ran_is_told_by_how_long():
         {"of_at_least": 50e-6, "seconds": 40e-6, "count": 0.5, "longest": (80_000, "k4", "k5")},
     ]
     assert _idle([], 1) == []
+    assert busy([at(f"k{i}", *span) for i, span in enumerate(spans)]) == pytest.approx(46e-6)
+
+
+def test_a_kernel_is_timed_on_several_inputs_of_its_own():
+    """So many that they are more than a device keeps of them, unless that were too many."""
+    counted = lambda nbytes: len(kernel_timing.several(lambda key: (np.zeros(nbytes, np.int8),)))  # noqa: E731
+    assert [counted(n) for n in (2**28, 2**26, 2**10)] == [1, 2, kernel_timing.MOST]
+    run = jax.jit(lambda a: jnp.sin(a[0]))
+    assert 0 < kernel_timing.seconds_of(run, [(jnp.ones(1000),), (jnp.zeros(1000),)]) < 1

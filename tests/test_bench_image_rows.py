@@ -73,6 +73,6 @@ def test_attention_is_what_a_server_chooses(name):
     mesh, shape = MeshSpec().build(topology("h100", 1, 1)), FULL["images"][name]
     kernel = looked(shape, on_gpu=True)
     chosen = Encoder.make(sight_named(shape.encoder).encoder, jnp.bfloat16, mesh).execution.attention
-    program = programs_of(kernel, mesh, 1)["run"]()()
+    program = programs_of(kernel, mesh)["run"]()()
     assert kernel.what.startswith(chosen) and "__cudnn$fmhaSoftmax" in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < 2**27  # 38 and 70 MiB, compiled

@@ -1,27 +1,22 @@
 """What the kernels of a decode step and of prompts take, by name, from the profiler's trace: for the part `decode`."""
 
 import collections
-import pathlib
-import tempfile
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import jax
+from typing import Any
 
 from shardlm.bench.sizes import Served
+from shardlm.bench.traces import traced
 from shardlm.profile import trace
 from shardlm.serve.bench.workload import prompts
 from shardlm.serve.engine import Engine
 from shardlm.serve.outputs import whole
 from shardlm.serve.sampling_params import SamplingParams
 
-T = TypeVar("T")
 LONGEST = 12
 NAME = 80  # letters of a kernel's name that are kept
 GAPS = 0.0, 5e-6, 50e-6, 500e-6  # seconds
 
 
-def traced(engine: Engine, served: Served, batch: int) -> dict[str, Any]:
+def traced_steps(engine: Engine, served: Served, batch: int) -> dict[str, Any]:
     """Of one decode step of `batch` requests, from those that the engine starts before it waits for the first (16 by
     default: a trace of 25 steps of one row was 37 MB). What the profiler raises is the row's `error`, and the engine is
     left without requests."""
@@ -36,7 +31,7 @@ def traced(engine: Engine, served: Served, batch: int) -> dict[str, Any]:
             said |= _said(engine.step())
         while engine.waits:  # nothing is under way when the trace begins
             said |= _said(engine.collect())
-        after, events = _traced(lambda: _in_trace(engine))
+        after, events = traced(lambda: _in_trace(engine))
         return {"batch": batch, **_summed(events, after[names[0]] - said[names[0]])}
     except Exception as error:  # the other rows are still wanted, and are there
         return {"batch": batch, "error": f"{type(error).__name__}: {error}"[:2000]}
@@ -60,20 +55,10 @@ def traced_prompts(engine: Engine, served: Served) -> dict[str, Any]:
 
     run(30)
     try:
-        _, events = _traced(lambda: run(31))
+        _, events = traced(lambda: run(31))
     except Exception as error:
         return {"rows": rows, "error": f"{type(error).__name__}: {error}"[:2000]}
     return {"rows": rows, "prompt_len": length, **_summed(events, 1)}
-
-
-def _traced(run: Callable[[], T]) -> tuple[T, list[trace.Event]]:
-    """(its result, what ran on the devices). Of the host only jax's own calls are in the trace, and no Python."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level, options.host_tracer_level = 0, 1
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            made = run()
-        return made, trace.read(jax.profiler.ProfileData.from_file(str(trace.find(pathlib.Path(folder)))))
 
 
 def _in_trace(engine: Engine) -> dict[str, int]:

@@ -17,7 +17,7 @@ import jax
 from shardlm import hardware
 from shardlm.bench.case import Given, missing, said
 from shardlm.bench.cases import TRANSFORMERS
-from shardlm.bench.decode_trace import traced, traced_prompts
+from shardlm.bench.decode_trace import traced_prompts, traced_steps
 from shardlm.bench.host_pages import moved
 from shardlm.bench.sizes import Served, Sizes, named
 from shardlm.errors import ShardlmError
@@ -58,7 +58,7 @@ def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
     ways = {"pages to the host": True, "pages from the host": False}
     rows |= {way: functools.partial(moved, engine, gpu, saves) for way, saves in ways.items()}
     traces = dict.fromkeys((served.batches[0], served.batches[-1]))
-    rows |= {f"trace {n}": functools.partial(traced, engine, served, n) for n in traces}
+    rows |= {f"trace {n}": functools.partial(traced_steps, engine, served, n) for n in traces}
     rows |= {"trace prefill": functools.partial(traced_prompts, engine, served)}
     for row, measured in given.left(name, rows):
         yield {"name": row, "side": "shardlm", **measured()}

@@ -51,7 +51,6 @@ def looked(s: Looked, on_gpu: bool) -> Kernel:
         nbytes=encoder.bytes + sum(a.nbytes for a in picture.inputs.values()) + vectors,
         peak="bf16",
         allowed=ALLOWED,
-        in_loop=False,  # a call takes milliseconds, and a loop would hold all weights twice
     )
 
 

@@ -25,8 +25,6 @@ class Kernel:
     flops, nbytes  that the mathematics asks for, and that have to be read and written at least
     peak       type whose peak rate it is held to
     allowed    largest error, as a share of the largest number of the result
-    in_loop    whether many runs are timed as one program: not where XLA lays the arguments of a loop out anew (8-bit
-               products: two copies of 180 MB a run, compiled), which a call of a millisecond does not need
     """
 
     what: str
@@ -37,7 +35,6 @@ class Kernel:
     nbytes: float
     peak: str
     allowed: float
-    in_loop: bool = True
 
 
 # bfloat16 has 8 bits: results are rounded to 2**-9 of their size, weights of softmax and gradients on the way too.

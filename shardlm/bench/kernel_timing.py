@@ -1,5 +1,5 @@
-"""The part `kernels`: the largest error of each kernel, its time and its reference's, and the share of the roofline. Of
-each shape four programs are compiled, ahead of all shapes of a process (ahead.py)."""
+"""The part `kernels`: the largest error of each kernel, its time by the profiler, the share of the roofline, and about
+its reference's time. Of each shape four programs are compiled, ahead of all shapes of a process (ahead.py)."""
 
 import functools
 import time
@@ -16,25 +16,24 @@ from shardlm.bench.case import Given, of_roofline
 from shardlm.bench.kernel import Arrays, Kernel
 from shardlm.bench.kernels import kernel_of
 from shardlm.bench.sizes import named
+from shardlm.bench.traces import busy, traced
 from shardlm.compiled_together import Lowering
 from shardlm.hardware import Gpu
 from shardlm.mesh import MeshSpec
 
-ROUNDS = 3
-MOST = 400  # runs in a loop, and calls in a round
-FEW = 3  # runs in a loop where no roofline is known
-OF_REFERENCE = 2  # some take a thousand times what their kernel does
-PATIENCE = 3  # rounds that one call may take before it is the only one
+CALLS = 5
+FRESH = 2**27  # bytes of all inputs: a GPU keeps up to 60 MB of what it read last (H200)
+MOST = 8  # inputs
 
 
 def programs(cases: Sequence[str], given: Given) -> dict[tuple[str, str, str], Lowering]:
     """By family, shape and what the program is for."""
     device, sizes = jax.devices()[0], named(given.sizes)
-    mesh, gpu, found = MeshSpec().build([device]), hardware.lookup(device.device_kind), {}
+    mesh, found = MeshSpec().build([device]), {}
     for case in cases:
         for shape, what in given.left(case, sizes.kernels[case]):
             kernel = kernel_of(what, device.platform == "gpu")
-            own = programs_of(kernel, mesh, runs_of(kernel, gpu, sizes.round_seconds))
+            own = programs_of(kernel, mesh)
             found |= {(case, shape, use): lower for use, lower in own.items()}
     return found
 
@@ -46,16 +45,17 @@ def measure(name: str, given: Given) -> Iterator[dict[str, Any]]:
         kernel = kernel_of(what, device.platform == "gpu")
         made = {use: given.ahead[name, shape, use] for use in PROGRAMS}
         try:
-            yield {"name": shape, **_measured(kernel, made, hardware.lookup(device.device_kind), sizes.round_seconds)}
+            yield {"name": shape, **_measured(kernel, made, hardware.lookup(device.device_kind))}
         except Exception as error:  # of the compiler, the driver or a kernel: the other shapes are still wanted
             yield {"name": shape, "error": f"{type(error).__name__}: {error}"[:2000]}
 
 
-def _measured(kernel: Kernel, made: Mapping[str, Made], gpu: Gpu | None, work: float) -> dict[str, Any]:
-    inputs = made["inputs"].get()(jax.random.key(0))
-    found, runs = float(made["error"].get()(inputs)), runs_of(kernel, gpu, work)
-    seconds = seconds_of(made["run"].get(), inputs, runs, work)
-    reference = seconds_of(made["reference"].get(), inputs, min(runs, OF_REFERENCE), work)
+def _measured(kernel: Kernel, made: Mapping[str, Made], gpu: Gpu | None) -> dict[str, Any]:
+    inputs = several(made["inputs"].get())
+    found = float(made["error"].get()(inputs[0]))
+    seconds = seconds_of(made["run"].get(), inputs)
+    _timed(made["reference"].get(), inputs[0])  # the first one reads it in
+    reference = _timed(made["reference"].get(), inputs[0])
     return {
         "what": kernel.what,
         "largest_error": found,
@@ -75,22 +75,12 @@ def _of_roofline(kernel: Kernel, gpu: Gpu | None, seconds: float) -> float | Non
     return of_roofline(seconds, kernel.flops, kernel.nbytes, peak, bandwidth)
 
 
-def runs_of(kernel: Kernel, gpu: Gpu | None, work: float) -> int:
-    """How many runs are one program, which is compiled before anything is timed: about `work` seconds at half of the
-    roofline. Called one by one, what takes less than 60 us shows how long jax takes to start it, about 50 us (H200,
-    measured)."""
-    if not kernel.in_loop:
-        return 1
-    least = _of_roofline(kernel, gpu, 1.0)
-    return max(1, min(MOST, round(work / (2 * least)))) if least else FEW
-
-
 PROGRAMS = ("inputs", "error", "run", "reference")
 
 
-def programs_of(kernel: Kernel, mesh: Mesh, runs: int) -> dict[str, Lowering]:
-    """key -> inputs; inputs -> the largest error; inputs -> the result of so many runs; the same of the reference, of
-    few runs. On a mesh of one device, which may not be there."""
+def programs_of(kernel: Kernel, mesh: Mesh) -> dict[str, Lowering]:
+    """key -> inputs; inputs -> the largest error; inputs -> the result; the same of the reference. On a mesh of one
+    device, which may not be there."""
     whole = NamedSharding(mesh, jax.P())
     key = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -100,14 +90,11 @@ def programs_of(kernel: Kernel, mesh: Mesh, runs: int) -> dict[str, Lowering]:
             held = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), given)
             return jax.jit(f, **({"out_shardings": whole} if from_key else {})).lower(held).compile
 
-    def several(run: Callable, count: int) -> Callable:
-        return (lambda a: repeated(run, a, count)) if count > 1 else lambda a: run(*a)
-
     return {
         "inputs": functools.partial(lower, kernel.inputs, from_key=True),
         "error": functools.partial(lower, functools.partial(_largest_error, kernel)),
-        "run": functools.partial(lower, several(kernel.run, runs)),
-        "reference": functools.partial(lower, several(kernel.reference, min(runs, OF_REFERENCE))),
+        "run": functools.partial(lower, lambda inputs: kernel.run(*inputs)),
+        "reference": functools.partial(lower, lambda inputs: kernel.reference(*inputs)),
     }
 
 
@@ -137,37 +124,29 @@ def _largest_error(kernel: Kernel, inputs: Arrays) -> jax.Array:
     return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(error, found, expected))))
 
 
-def seconds_of(program: Callable, inputs: Arrays, runs: int, work: float) -> float:
-    """Of one of the `runs` of a program: the quickest of ROUNDS rounds of about `work` seconds, call after call, of
-    which the last is waited for. Of one that takes far longer than a round, the second call alone."""
-    _timed(program, inputs, 1)  # the first one reads it in
-    once = _timed(program, inputs, 1)
-    if once > PATIENCE * work:
-        return once / runs
-    calls = max(1, min(MOST, round(work / once)))
-    return min(_timed(program, inputs, calls) for _ in range(ROUNDS)) / (calls * runs)
+def several(make: Callable[[jax.Array], Arrays]) -> list[Arrays]:
+    """Inputs of as many keys as make FRESH bytes, so that those of a call are not what the device has just read."""
+    found = [make(jax.random.key(0))]
+    nbytes = sum(a.nbytes for a in jax.tree.leaves(found[0]))
+    found += (make(jax.random.key(i)) for i in range(1, min(MOST, -(-FRESH // nbytes))))
+    return found
 
 
-def _timed(program: Callable, inputs: Arrays, calls: int) -> float:
-    """Of so many calls; the results before are given up as they come."""
+def seconds_of(program: Callable, inputs: Sequence[Arrays]) -> float:
+    """For which a call keeps the device busy, on average, after one of each of the inputs: how long jax takes to start
+    it is not in that, about 50 us (H200, measured)."""
+    for own in inputs:
+        jax.block_until_ready(program(own))
+
+    def run() -> None:
+        for i in range(CALLS):
+            jax.block_until_ready(program(inputs[i % len(inputs)]))
+
+    return busy(traced(run)[1]) / CALLS
+
+
+def _timed(program: Callable, inputs: Arrays) -> float:
+    """Of a call, by the host's clock."""
     started = time.perf_counter()
-    for _ in range(calls):
-        result = program(inputs)
-    jax.block_until_ready(result)
+    jax.block_until_ready(program(inputs))
     return time.perf_counter() - started
-
-
-def repeated(run: Callable, inputs: Arrays, repeats: int) -> Any:
-    """The last result of so many runs. Each is given what came before: one number of every argument gets one that is
-    too small to change it, which XLA does not know. Else it would compute once what depends on weights alone. The
-    number of runs is known to the compiler: else a GPU asks the host after each."""
-
-    def once(_, carry):
-        inputs, _ = carry
-        result = run(*inputs)
-        one = jax.tree.leaves(result)[0]
-        nothing = one[(0,) * one.ndim].astype(jnp.float32) * 1e-30
-        return jax.tree.map(lambda a: a.at[(0,) * a.ndim].add(nothing.astype(a.dtype)), inputs), result
-
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, *inputs))
-    return jax.lax.fori_loop(0, repeats, once, (inputs, empty))[1]

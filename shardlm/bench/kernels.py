@@ -218,7 +218,6 @@ def _eight_bit(s: EightBit, on_gpu: bool) -> Kernel:
         nbytes=nbytes_of(*arrays),
         peak=s.matmul,
         allowed=EIGHT_BITS[s.matmul],
-        in_loop=False,
     )
 
 

@@ -39,7 +39,6 @@ class Sizes:
     warmup, steps  of training
     step_seconds   of the timed steps together, after which no further one begins
     workers        of pytest
-    round_seconds  of timing a kernel, about: much more than the copy of the arguments that a loop begins with
     seconds        the most that a process may take for each case that it has
     apart          cases in processes by what they are worth (cases.py); else those of a part share one
     gpu            whether it must run on a GPU
@@ -53,7 +52,6 @@ class Sizes:
     steps: int
     step_seconds: float
     workers: int
-    round_seconds: float
     seconds: float
     apart: bool
     gpu: bool
@@ -149,7 +147,6 @@ FULL = Sizes(
     steps=6,  # most take 0.2 to 0.7 s (H200, measured)
     step_seconds=3.0,
     workers=6,
-    round_seconds=0.1,
     seconds=300,
     apart=True,
     gpu=True,
@@ -190,7 +187,6 @@ TINY = Sizes(
     steps=2,
     step_seconds=60.0,
     workers=1,
-    round_seconds=0.001,
     seconds=300,
     apart=False,
     gpu=False,

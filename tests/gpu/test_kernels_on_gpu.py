@@ -50,7 +50,7 @@ SHAPES = {
         for back in (False, True)
     },
     "products of a layer": {  # gated by one kernel, and by a step of its own
-        "5 rows": LayerProducts(5, 512, 8, 2, 6176),
+        "5 rows": LayerProducts(5, 512, 8, 2, 10_272),
         "33 rows": LayerProducts(33, 1024, 16, 4, 1120),
         "64 rows": LayerProducts(64, 512, 8, 2, 12_320),
         "rotation and pages": Rotations(5, 8, 2, 128),
