@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from engines import TOKENIZER, decoding_from
+from served_families import LEFT_OUT
 
 import shardlm
 from shardlm import hf_files
@@ -42,15 +43,6 @@ MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe", "lfm3", "glm5_ne
 ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_large4")
 NEWEST = ("flint", "glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3")
 ROUTED += ("qwen3_moe", "qwen4_exp", "gpt_oss", *NEWEST)
-# llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
-# All that a server runs of these is in the others.
-ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
-ALSO = "exaone_moe flex_olmo glm4_moe_lite hy_v3 nemotron solar_open starcoder2 youtu"
-# And of these: norms, factors and activations apart, which are the same in scoring.
-FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium hunyuan_moe internlm3 nanochat olmo"
-FURTHER += " galactica falcon_new falcon_rw mpt gpt_bigcode dbrx gptj minicpm3 persimmon stablelm"
-FURTHER += " hyperclovax jais2 cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma kolibri1"
-LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
 MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
