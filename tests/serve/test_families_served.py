@@ -1,6 +1,7 @@
 """Greedy tokens and log-probabilities of served models against those that transformers recorded (tests/hf/references),
 from a folder through LLM: pages, chunks smaller than the prompt, several requests in a batch, and the prefix cache."""
 
+import collections
 import json
 import pathlib
 import shutil
@@ -44,18 +45,20 @@ ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "hy_v4", "mis
 NEWEST = ("flint", "glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3")
 ROUTED += ("qwen3_moe", "qwen4_exp", "gpt_oss", *NEWEST)
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
-MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
-MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+# Replicas are whole engines, in which a family is what it is in one: over data there are those of SAMPLE.
+MESHED = [(name, spec) for name in (*dict(SAMPLE), "nemotron_h", *NEWEST) for spec in (TENSOR, EXPERT, PIPELINE)]
 # A head of keys that all devices have, norms of each head, a bias of the head, rows before the first position, slopes.
 MESHED += [(name, TENSOR) for name in ("falcon", "cohere", "phi", "opt", "stablelm_parallel", "bloom")]
 MESHED += [("muse_glimmer", spec) for spec in (TENSOR, PIPELINE)]
-MESHED += [(name, spec) for name in NEWEST for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [("phi", PIPELINE), ("bloom", PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
-REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse
 UNSTAGED += ("glm5_next", "longcat_flash")
-REST = [case for case in REST if case not in SAMPLE and case not in [(name, PIPELINE) for name in UNSTAGED]]
+REFUSED = {EXPERT: {*NAMES} - {*ROUTED}, PIPELINE: {*UNSTAGED}}
+REST = [(name, spec) for name, spec in MESHED if (name, spec) not in SAMPLE and name not in REFUSED.get(spec, ())]
+# What is right on two meshes is on one device; the others are served there.
+MESHES = collections.Counter(name for name, _ in SAMPLE + REST)
+REST += [(name, ONE) for name in NAMES if MESHES[name] < 2 and (name, ONE) not in SAMPLE]
 COSTLY = ("deepseek_v32", *UNSTAGED)  # 6 to 18 s of a core
 COSTLY += ("lfm2_moe", "falcon_h1", "gpt_oss")  # of a kind that others are
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}
