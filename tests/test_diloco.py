@@ -1,6 +1,7 @@
 """Local SGD and DiLoCo: against plain copies of the algorithm, what crosses the link and when, and resuming."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -142,9 +143,16 @@ def test_timetable(H, P, overlap):
         assert not any(table.sent_beside(step) for step in range(1, 3 * H))
 
 
+@functools.cache
+def compiled(local: LocalSgdConfig, compression: str = "none"):
+    """(a run, its programs by name)."""
+    program = make(changed(local=local, compression=compression))
+    return program, program.compile_all({})
+
+
 def test_only_an_exchange_crosses_the_link():
-    program = make(changed(local=STREAMING, compression="int8"))
-    text = {name: program.lower(name).compile().as_text() for name in program.strategy.programs}
+    program, programs = compiled(STREAMING, "int8")
+    text = {name: one.as_text() for name, one in programs.items()}
     moved = {name: crossing(hlo, per_replica=4) for name, hlo in text.items()}
     assert {name for name, found in moved.items() if found} == {"sending 0", "sending 1"}
     assert {kind for found in moved.values() for kind, _ in found} == {"all-to-all", "all-gather"}
@@ -152,15 +160,15 @@ def test_only_an_exchange_crosses_the_link():
     announced = float(program.strategy.traffic.split(" MiB each")[0].split()[-1]) * 2**20
     # Cut in two, a weight is padded to whole blocks of each replica twice.
     assert announced < each_round < announced + 2 * 256 * 2 * 12
-    plain = make(changed(local=LocalSgdConfig(4)))
-    assert not crossing(plain.lower("step").compile().as_text(), per_replica=4)
-    finish = crossing(plain.lower("finishing 0").compile().as_text(), per_replica=4)
+    _, plain = compiled(LocalSgdConfig(4))
+    assert not crossing(plain["step"].as_text(), per_replica=4)
+    finish = crossing(plain["finishing 0"].as_text(), per_replica=4)
     assert {kind for kind, _ in finish} == {"all-reduce"}
 
 
 def test_resuming_between_an_exchange_and_its_arrival_is_exact(tmp_path):
-    program = make(changed(local=STREAMING, compression="int8"))
-    step = program.compile_step({})
+    program, programs = compiled(STREAMING, "int8")
+    step = program.strategy.assemble(programs)
     middle, _ = train(program, 5, step=step)
     assert max(float(jnp.abs(a).max()) for a in jax.tree.leaves(middle.link.arrived)) > 0
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
@@ -190,8 +198,8 @@ def test_uneven_replicas_weigh_by_their_shares():
 
 
 def test_a_bad_step_of_one_replica_is_its_own():
-    program = make(changed(local=LocalSgdConfig(4)))
-    step = program.compile_step({})
+    program, programs = compiled(LocalSgdConfig(4))
+    step = program.strategy.assemble(programs)
     state, _ = train(program, 1, step=step)
     before = jax.tree.map(np.asarray, state.link.replicas.params)
 

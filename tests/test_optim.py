@@ -170,10 +170,11 @@ def test_biases_and_norms_of_heads_and_experts_are_no_matrices(name):
     filters = {"taps": (("layers",), ("kv_heads", "head_dim", "norm")), "mixing": (("layers",), ("norm", "norm"))}
     names = vectors | matrices | filters
     with jax.set_mesh(mesh_of(MeshSpec())):
-        params = {name: jnp.ones((2, *range(2, 2 + len(own)))) for name, (_, own) in names.items()}
+        params = {name: np.ones((2, *range(2, 2 + len(own))), np.float32) for name, (_, own) in names.items()}
         tx = make_optimizer(dataclasses.replace(BASE, name=name, schedule="constant"), 100, names)
-        updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert {name for name, a in updates.items() if jnp.any(a != 0)} == matrices.keys() | filters.keys()
+        update = jax.jit(lambda params: tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params))
+        updates, state = update(params)
+    assert {name for name, a in updates.items() if np.any(a)} == matrices.keys() | filters.keys()
     if name == "muon":
         momentum = state.inner_states["muon"].inner_state[0].mu
         assert {name for name, a in momentum.items() if isinstance(a, jax.Array)} == matrices.keys()

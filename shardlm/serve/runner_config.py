@@ -62,8 +62,10 @@ class RunnerConfig:
 
     @property
     def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, tokens) of the chunk programs."""
-        return sizes_of(self.max_batch_tokens, self.max_rows)
+        """(rows, tokens) of the chunk programs, of which none is longer than the longest request needs."""
+        sizes = sizes_of(self.max_batch_tokens, self.max_rows)
+        longest = min((tokens for _, tokens in sizes if tokens >= self.max_model_len), default=self.max_batch_tokens)
+        return tuple(size for size in sizes if size[1] <= longest)
 
     @property
     def cuts(self) -> Cuts:

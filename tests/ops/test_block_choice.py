@@ -2,6 +2,7 @@
 where they lie as to a mask of theirs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from shardlm.ops.kv_format import AXES, order_of, pool_shape
 from shardlm.ops.rope import Rope
 
 HEADS, WIDTH, ROPE = 7, 8, Rope(100.0, dim=4)
+OF_BLOCKS = jax.jit(BlockIndex.of_blocks)
 
 
 def index_of(tokens: int, rows: int, block: int, blocks: int, on_axes: bool) -> BlockIndex:
@@ -31,15 +33,16 @@ def index_of(tokens: int, rows: int, block: int, blocks: int, on_axes: bool) -> 
 def by_a_loop(index: BlockIndex, row: int, first: int, stop: int) -> np.ndarray:
     """bool [n, n] of the text in a row from `first` to `stop`, as the definition has it."""
     length, rate = stop - first, index.block
+    index = jax.tree.map(np.asarray, index)
     found = np.zeros((length, length), bool)
     whole = length // rate
     k = index.k[row : row + 1, first : first + whole * rate].reshape(1, whole, rate, WIDTH)
     begins = np.arange(whole)[None] * rate
     begins = begins if index.turns is None else index.turns[row : row + 1, first + begins[0]]
-    keys = np.asarray(index.of_blocks(k, jnp.asarray(begins)))[0]
+    keys = np.asarray(OF_BLOCKS(index, k, begins))[0]
     for t in range(length):
         complete = (t + 1) // rate
-        score = np.maximum(np.asarray(index.q[row, first + t]) @ keys[:complete].T, 0).sum(0)
+        score = np.maximum(index.q[row, first + t] @ keys[:complete].T, 0).sum(0)
         for block in np.argsort(-score, kind="stable")[: index.blocks]:
             found[t, block * rate : (block + 1) * rate] = True
         found[t, complete * rate : t + 1] = True
@@ -80,15 +83,20 @@ def test_blocks_over_pages(on_axes):
         return jnp.zeros(pool_shape(order, 1 + B * width, page_size, heads, size))
 
     def chunk(part, pools, implementation):
-        turns = index.turns[:, part] if on_axes else None
-        own = dataclasses.replace(index, q=index.q[:, part], k=index.k[:, part], turns=turns)
-        where = (table, positions[:, part], jnp.ones((B, T), bool)[:, part], jnp.int32(0))
-        held = {name: pools.pop(name) for name in (INDEX, INDEX + AXES) if name in pools}
+        cut = jax.tree.map(lambda a: np.asarray(a)[:, part], (index.q, index.k, index.turns, q, k, v, positions))
+        return read(implementation, *cut, pools)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def read(implementation, of_q, of_k, turns, q, k, v, positions, pools):
+        own = dataclasses.replace(index, q=of_q, k=of_k, turns=turns)
+        where = (table, positions, jnp.ones(positions.shape, bool), jnp.int32(0))
+        held = {name: a for name, a in pools.items() if name in (INDEX, INDEX + AXES)}
+        pools = {name: a for name, a in pools.items() if name not in held}
         chosen, held = block_choice.choose(own, held, INDEX, *where, implementation)
-        new = {"k": k[:, part], "v": v[:, part]} if pools else {}
+        new = {"k": k, "v": v} if pools else {}
         pools = paged_attention.write(pools, new, *where, implementation=implementation)
         if isinstance(chosen, Places):
-            chosen = block_choice.attend(q[:, part], pools, chosen, jnp.int32(0), H**-0.5, interpret=True)
+            chosen = block_choice.attend(q, pools, chosen, jnp.int32(0), H**-0.5, interpret=True)
         return chosen, pools | held
 
     def keys(implementation):
@@ -100,7 +108,7 @@ def test_blocks_over_pages(on_axes):
     attended = attend(q, k, v, jnp.asarray(expected), H**-0.5)
     for part in (slice(0, cut), slice(cut, T)):
         mask, masks = chunk(part, masks, "blocked")
-        seen = mask[:, :, :T] & (np.arange(T) <= np.arange(T)[part, None])
+        seen = np.asarray(mask)[:, :, :T] & (np.arange(T) <= np.arange(T)[part, None])
         np.testing.assert_array_equal(seen, expected[:, part])
         out, pools = chunk(part, pools, "pallas")
         np.testing.assert_allclose(out, attended[:, part], atol=1e-5)

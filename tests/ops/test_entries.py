@@ -2,6 +2,7 @@
 pages, in chunks, against rows. The kernel for GPUs is interpreted."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,12 @@ def inputs():
     return draw(B, T, N, H), draw(B, T, H), draw(N)
 
 
+of_tokens = jax.jit(entries)
+
+
 def one_query(b, t, first, q, kv, compressed, sinks):
     """In numpy, of a document that begins at `first`."""
+    q, kv, compressed, sinks = jax.tree.map(np.asarray, (q, kv, compressed, sinks))
     keys = [kv[b, s] for s in range(max(first, t - WINDOW + 1), t + 1)]
     if compressed:
         own = compressed.series
@@ -48,8 +53,8 @@ def one_query(b, t, first, q, kv, compressed, sinks):
 
         def entry(of, e):
             tokens = first + (e - of.windows + 1) * of.rate + np.arange(of.windows * of.rate)
-            raw = of.raw[b, jnp.asarray(np.maximum(tokens, 0))][None, None]
-            return np.asarray(entries(of, raw, jnp.full((1, 1), e * of.rate, jnp.int32)))[0, 0]
+            raw = of.raw[b, np.maximum(tokens, 0)][None, None]
+            return np.asarray(of_tokens(of, raw, np.full((1, 1), e * of.rate, np.int32)))[0, 0]
 
         chosen = range(count)
         if chooser := compressed.chooser:
@@ -58,7 +63,7 @@ def one_query(b, t, first, q, kv, compressed, sinks):
             chosen = np.argsort(-scores, kind="stable")[: chooser.count]
         keys += [entry(own, e) for e in chosen]
     keys = np.array(keys)
-    scores = np.concatenate([np.asarray(q[b, t]) @ keys.T * HOW["scale"], np.asarray(sinks)[:, None]], axis=1)
+    scores = np.concatenate([q[b, t] @ keys.T * HOW["scale"], sinks[:, None]], axis=1)
     weights = np.exp(scores - scores.max(1, keepdims=True))
     return (weights / weights.sum(1, keepdims=True))[:, :-1] @ keys
 
@@ -70,7 +75,7 @@ def test_rows_are_what_each_query_sees(kind, monkeypatch):
     (q, kv, sinks), compressed = inputs(), made(kind)
     segments = np.array([[1] * 9 + [2] * 12, [1] * 18 + [0] * 3], np.int32)
     positions = np.array([[*range(9), *range(12)], [*range(18), 0, 0, 0]], np.int32)
-    out = jax.jit(lambda *a: attend_rows(*a, **HOW))(q, kv, compressed, positions, segments, sinks)
+    out = jax.jit(partial(attend_rows, **HOW))(q, kv, compressed, positions, segments, sinks)
     for b, first, stop in ((0, 0, 9), (0, 9, 21), (1, 0, 18)):
         for t in range(first, stop):
             expected = one_query(b, t, first, q, kv, compressed, sinks)
@@ -94,7 +99,7 @@ def test_pages_hold_what_rows_have(kind, reads, monkeypatch):
     monkeypatch.setattr(compressed_pages, "GATHERED_BYTES", 2**12)
     (q, kv, sinks), compressed = inputs(), made(kind)
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    whole = attend_rows(q, kv, compressed, positions, np.ones((B, T), np.int32), sinks, **HOW)
+    whole = jax.jit(partial(attend_rows, **HOW))(q, kv, compressed, positions, np.ones((B, T), np.int32), sinks)
     size, width, pages = 4, 8, 200
     shape = (pages, 1, size, H) if reads == "blocked" else (pages, size, 1, H)
     held = {"c": jnp.zeros(shape), "i": jnp.zeros((*shape[:-1], 8))}
@@ -114,7 +119,7 @@ def test_pages_hold_what_rows_have(kind, reads, monkeypatch):
     start = 0
     for count, padding in ((8, 0), (1, 0), (5, 0), (1, 0), (6, 2)):
         index = np.minimum(start + np.arange(count), T - 1)
-        cut = lambda tree, index=index: jax.tree.map(lambda a: a[:, index], tree)  # noqa: E731
+        cut = lambda tree, index=index: jax.tree.map(lambda a: np.asarray(a)[:, index], tree)  # noqa: E731
         part = compressed and Compressed(
             dataclasses.replace(compressed.series, raw=cut(compressed.series.raw)),
             compressed.chooser

@@ -1,5 +1,7 @@
 """Linear attention in chunks against the rule as it is written, and rows that are cut anywhere."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +124,7 @@ def test_what_decays_at_once_is_no_infinity():
         out, after = rule(q, k, v, decay, beta, state, text)
         return jnp.sum(jnp.sin(out)) + jnp.sum(after)
 
-    found, expected = (jax.value_and_grad(lambda v, rule=rule: loss(rule, v))(v) for rule in (gated_delta, reference))
+    found, expected = (jax.jit(jax.value_and_grad(partial(loss, rule)))(v) for rule in (gated_delta, reference))
     np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
     assert np.isfinite(found[0])
 
@@ -159,7 +161,8 @@ def test_a_text_is_the_same_wherever_it_is_cut(cuts):
     decay, beta = (-rng.uniform(size=(B, length, N)).astype(np.float32) for _ in range(2))
     whole = np.ones((B, length), bool)
     begins = np.arange(length)[None] == np.zeros((B, 1))
-    expected, after = delta_net(x, taps, decay, -beta, empty_memory(x, W), begins, whole)
+    run = jax.jit(delta_net)
+    expected, after = run(x, taps, decay, -beta, empty_memory(x, W), begins, whole)
     memory = jax.tree.map(lambda a: jnp.full_like(a, 7), empty_memory(x, W))  # what another text left
     start, parts = 0, []
     for count in cuts:
@@ -169,10 +172,10 @@ def test_a_text_is_the_same_wherever_it_is_cut(cuts):
         ]
         valid = np.broadcast_to(np.arange(count + 3) < count, (B, count + 3))
         new = valid & (start + np.arange(count + 3) == 0)
-        out, memory = delta_net(piece, taps, *rates, memory, new, valid)
+        out, memory = run(piece, taps, *rates, memory, new, valid)
         parts.append(out[:, :count])
         start += count
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), memory, after)
-    idle = delta_net(piece, taps, *rates, memory, new & False, valid & False)[1]
+    idle = run(piece, taps, *rates, memory, new & False, valid & False)[1]
     jax.tree.map(np.testing.assert_array_equal, idle, memory)  # rows of padding change nothing

@@ -85,7 +85,7 @@ def test_pages_choose_and_attend_as_rows_do(case, name, monkeypatch):
     q, latents = (rng.normal(size=shape).astype(np.float32) for shape in ((B, T, N, R), (B, S, 1, R)))
     whole, step = index_of(rng, B, S), index_of(rng, B, T)
     sinks = jnp.asarray(rng.normal(size=N), jnp.float32)
-    rounded = (lambda a: a) if how == "auto" else (lambda a: unpacked(*packed(a, how), jnp.float32))
+    rounded = jax.jit(lambda a: a if how == "auto" else unpacked(*packed(a, how), jnp.float32))
     positions = np.stack([np.arange(end - T, end) for end in ends]).astype(np.int32)
     rows = np.arange(B)[:, None]
     keys = np.array(rounded(whole.k))
@@ -96,28 +96,30 @@ def test_pages_choose_and_attend_as_rows_do(case, name, monkeypatch):
         """[B, S, 1, x] as pages, twice as many with noise before them: those of another layer."""
         own = np.zeros((B * WIDTH + 1, PAGE, *numbers.shape[2:]), np.float32)
         own[table] = np.asarray(numbers).reshape(B, WIDTH, PAGE, *numbers.shape[2:])
-        return jnp.concatenate([jnp.asarray(rng.normal(size=own.shape), jnp.float32), own])
+        return np.concatenate([rng.normal(size=own.shape).astype(np.float32), own])
 
+    @partial(jax.jit, static_argnums=0)
     def held(entry, numbers):
-        parts = (pool(numbers), None) if how == "auto" else packed(pool(numbers), how)
+        parts = (numbers, None) if how == "auto" else packed(numbers, how)
         found = {entry + end: a for end, a in zip(("", SCALE), parts, strict=True) if a is not None}
         return {key: jnp.einsum(f"pskh->{order_of(key, a.dtype, name)}", a) for key, a in found.items()}
 
     where = jnp.asarray(table), jnp.asarray(positions), jnp.ones((B, T), bool), jnp.int32(B * WIDTH + 1)
     choose = jax.jit(lambda pools: paged_choice.choose(step, pools, "i", *where, name, interpret=True))
-    selection, _ = choose(held("i", whole.k[:, :, None]))
+    selection, _ = choose(held("i", pool(np.asarray(whole.k)[:, :, None])))
     scores = np.einsum("btns,btn->bts", np.maximum(np.einsum("btnh,bsh->btns", step.q, keys), 0), step.weights)
     chosen = best(scores, np.arange(S) <= positions[:, :, None], step.count)
-    expected = attend(q, rounded(latents), rounded(latents)[..., :V], jnp.asarray(chosen), scale, sinks=sinks)
-    pools = held("k", latents)
-    options = {"scale": scale, "value_dim": V, "sinks": sinks}
+    kv = np.asarray(rounded(latents))
+    expected = jax.jit(partial(attend, scale=scale, sinks=sinks))(q, kv, kv[..., :V], chosen)
+    pools = held("k", pool(latents))
+    options = {"scale": scale, "value_dim": V, "sinks": sinks, "first_page": where[3]}
     if name == "blocked":
         np.testing.assert_array_equal(selection, chosen)
-        run = partial(blocked, v_pool=None, page_table=where[0], positions=where[1], chosen=selection)
-        found = run(jnp.asarray(q), pools["k"], first_page=where[3], k_scale=pools.get("k_scale"), **options)
+        run = partial(blocked, v_pool=None, page_table=where[0], positions=where[1], chosen=selection, **options)
+        found = jax.jit(run)(q, pools["k"], k_scale=pools.get("k_scale"))
     else:
-        run = partial(paged_choice.attend, selection=selection, first_page=where[3], interpret=True)
-        found = run(jnp.asarray(q), pools["k"], pools.get("k_scale"), **options)
+        run = partial(paged_choice.attend, selection=selection, interpret=True, **options)
+        found = jax.jit(run)(q, pools["k"], pools.get("k_scale"))
     np.testing.assert_allclose(found, expected, atol=2e-6)  # sums in another order
 
 

@@ -1,4 +1,4 @@
-"""Prompts of a served model most of whose layers are linear attention, by the kernels for GPUs, interpreted."""
+"""Prompts of a served model with linear attention, by the kernels for GPUs, interpreted."""
 
 import dataclasses
 import random
@@ -21,7 +21,7 @@ from shardlm.state import ModelDef
 
 # Heads that the kernels fit, in bfloat16.
 HEADS = {"linear_num_heads": 4, "linear_num_kv_heads": 2, "linear_head_dim": 16, "linear_value_dim": 32}
-SHAPE = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size, **HEADS)
+SHAPE = dataclasses.replace(HYBRID, vocab_size=CONFIG.vocab_size, num_layers=2, **HEADS)
 
 
 def replies() -> dict[str, tuple[list[int], list[float]]]:

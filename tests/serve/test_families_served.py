@@ -1,6 +1,7 @@
 """Greedy tokens and log-probabilities of served models against those that transformers recorded (tests/hf/references),
 from a folder through LLM: pages, chunks smaller than the prompt, several requests in a batch, and the prefix cache."""
 
+import collections
 import json
 import pathlib
 import shutil
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from engines import TOKENIZER, decoding_from
+from served_families import LEFT_OUT
 
 import shardlm
 from shardlm import hf_files
@@ -42,28 +44,21 @@ MEMORIES += ["falcon_h1", "falcon_h1_norm", "lfm2", "lfm2_moe", "lfm3", "glm5_ne
 ROUTED = ("nemotron_h", "lfm2_moe", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_large4")
 NEWEST = ("flint", "glm5_next", "lara_mini", "longcat_flash", "minimax", "minimax_m3")
 ROUTED += ("qwen3_moe", "qwen4_exp", "gpt_oss", *NEWEST)
-# llama_dynamic's rotation changes with every token that transformers appends; test_families.py has its logits.
-# All that a server runs of these is in the others.
-ALIKE = "arcee dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm4_moe granitemoe minimax_m2 olmo3 olmoe qwen2_moe seed_oss"
-ALSO = "exaone_moe flex_olmo glm4_moe_lite hy_v3 nemotron solar_open starcoder2 youtu"
-# And of these: norms, factors and activations apart, which are the same in scoring.
-FURTHER = "afmoe apertus cohere2_moe glm granitemoe_swa granitemoeshared helium hunyuan_moe internlm3 nanochat olmo"
-FURTHER += " galactica falcon_new falcon_rw mpt gpt_bigcode dbrx gptj minicpm3 persimmon stablelm"
-FURTHER += " hyperclovax jais2 cwm iquestcoder ministral sarvam_mla sarvam_moe vaultgemma kolibri1"
-LEFT_OUT = ("llama_dynamic", *ALIKE.split(), *ALSO.split(), *FURTHER.split())
 NAMES = [path.name for path in sorted(REFERENCES.iterdir()) if path.name not in LEFT_OUT]
-MESHED = [(name, spec) for name, _ in SAMPLE for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
-MESHED += [("nemotron_h", spec) for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
+# Replicas are whole engines, in which a family is what it is in one: over data there are those of SAMPLE.
+MESHED = [(name, spec) for name in (*dict(SAMPLE), "nemotron_h", *NEWEST) for spec in (TENSOR, EXPERT, PIPELINE)]
 # A head of keys that all devices have, norms of each head, a bias of the head, rows before the first position, slopes.
 MESHED += [(name, TENSOR) for name in ("falcon", "cohere", "phi", "opt", "stablelm_parallel", "bloom")]
 MESHED += [("muse_glimmer", spec) for spec in (TENSOR, PIPELINE)]
-MESHED += [(name, spec) for name in NEWEST for spec in (TENSOR, EXPERT, DATA, PIPELINE)]
 MESHED += [("phi", PIPELINE), ("bloom", PIPELINE)]
 MESHED.append(("gemma4_moe", TENSOR))  # kv heads of some layers are split, and others have too few
-REST = [(name, ONE) for name in NAMES] + [case for case in MESHED if case[1] != EXPERT or case[0] in ROUTED]
 UNSTAGED = ("gemma3n", "gemma4", "deepseek_v4", "hy_v4", "mistral_large4", "qwen4_exp")  # which stages refuse
 UNSTAGED += ("glm5_next", "longcat_flash")
-REST = [case for case in REST if case not in SAMPLE and case not in [(name, PIPELINE) for name in UNSTAGED]]
+REFUSED = {EXPERT: {*NAMES} - {*ROUTED}, PIPELINE: {*UNSTAGED}}
+REST = [(name, spec) for name, spec in MESHED if (name, spec) not in SAMPLE and name not in REFUSED.get(spec, ())]
+# What is right on two meshes is on one device; the others are served there.
+MESHES = collections.Counter(name for name, _ in SAMPLE + REST)
+REST += [(name, ONE) for name in NAMES if MESHES[name] < 2 and (name, ONE) not in SAMPLE]
 COSTLY = ("deepseek_v32", *UNSTAGED)  # 6 to 18 s of a core
 COSTLY += ("lfm2_moe", "falcon_h1", "gpt_oss")  # of a kind that others are
 SIZES = {"max_model_len": 56, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "decode_steps": 4}

@@ -1,11 +1,13 @@
 """Reinforcement learning by the command line: the reward rises, what samples says what is trained to the
 log-probability, and a run that stops between two updates with the same replies goes on bit for bit."""
 
+import dataclasses
 import json
 import pathlib
 
 import pytest
 import tiny_run
+from engines import CONFIG as MODEL
 from engines import folder_of
 
 CONFIG = """
@@ -26,7 +28,7 @@ def get_config():
         remat="none",
         grpo=GrpoConfig(("{home}/judge.py:thirds",), max_tokens=12, updates=2, kv_cache_gib=0.01),
         optim=OptimConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.0, schedule="constant"),
-        train=TrainConfig(steps=20, global_batch=16, seq_len=32, accumulation=2, log_every=1, eval_every=20),
+        train=TrainConfig(steps=40, global_batch=16, seq_len=32, accumulation=2, log_every=1, eval_every=40),
         checkpoint=CheckpointConfig(every_steps=99),
         run_dir="{home}/run",
         cpu_devices=2,
@@ -42,7 +44,7 @@ LOGGED = ("loss", "reward", "ratio", "sampling_gap", "surprise", "clipped_fracti
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> pathlib.Path:
     home = tmp_path_factory.mktemp("reinforced")
-    folder_of(home / "hf")
+    folder_of(home / "hf", shape=dataclasses.replace(MODEL, num_layers=1))
     prompts = [{"prompt": text, "wanted": 0} for text in ("name", "age", "tags", "true", "x", "12")]
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     (home / "judge.py").write_text(JUDGE)

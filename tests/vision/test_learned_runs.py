@@ -137,9 +137,7 @@ GPIPE = {"pipeline": PipelineConfig(schedule="gpipe", rounds=1), "train.accumula
 @pytest.mark.parametrize(
     ("changes", "close"),
     [
-        ({"offload": OffloadConfig(optimizer=True)}, 1e-5),
         ({"offload": OffloadConfig(optimizer=True, params=True)}, 1e-5),
-        ({"rules": "zero1"}, 1e-5),
         ({"rules": "replicated"}, 1e-5),
         ({"precision": "bf16"}, 0.1),
         ({"precision": "fp16"}, 0.1),
@@ -152,7 +150,7 @@ def test_ways_to_train_see_the_same(changes, close, plain, home, tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["muon", "lion", "adafactor", "sgd"])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "sgd"])
 def test_optimizers_learn_to_see(name, home, tmp_path):
     changes = {"optim.name": name, "optim.learning_rate": 3e-2 if name == "sgd" else 1e-3}
     found = losses_of(run_of(home, tmp_path / "run", mesh=MeshSpec(fsdp=4, tensor=2), steps=6), changes)
