@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from gpu_programs import MARKS
 
+from shardlm import topology
 from shardlm.bench import machine_code
 from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged, Rotations
 from shardlm.bench.kernels import kernel_of
@@ -22,6 +23,7 @@ from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.summed_rows import gradients_by_kernel
 from shardlm.ops.summed_rows import outputs_by_kernel as summed_outputs_by_kernel
 from shardlm.ops.sums_of_one import sums_of_one
+from shardlm.topology import CHIPS
 
 pytestmark = MARKS
 BACK_KERNELS = ("delta_changes_back", "delta_pairs_back", "delta_reads_back")
@@ -128,6 +130,18 @@ def test_products_of_a_layer(rows, gpu):
         # Three stages of all blocks of a multiprocessor are under way.
         assert code.filled(gpu) * code.shared_bytes * 3 / 4 > 48_000
         assert code.source != "sass" or code.per_byte(nbytes) < most * (1 + 0.6 * (gpu == "a100"))
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_products_of_a_layer_where_shared_memory_is_short(rows, monkeypatch):
+    """For a GPU as an L40S, of 99 KB for a program: of more XLA compiles none."""
+    short = dataclasses.replace(CHIPS["a100"], compute_capability=(8, 9), shared_bytes_per_block=99 * 1024)
+    monkeypatch.setattr(topology, "CHIPS", {**CHIPS, "a100": short})
+    kernel = kernel_of(FULL["products of a layer"][f"{rows} rows"], True)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), "a100")
+    [pair] = [code for code in found if code.name == "few_rows_gated"]
+    assert 64 * 1024 < pair.shared_bytes <= 99 * 1024
 
 
 @pytest.mark.parametrize(
