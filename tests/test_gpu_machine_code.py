@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from gpu_programs import MARKS
 
+from shardlm import topology
 from shardlm.bench import machine_code
 from shardlm.bench.kernel_cases import FORMS, FULL, FewBits, FewBitsExperts, Paged, Rotations
 from shardlm.bench.kernels import kernel_of
@@ -22,6 +23,7 @@ from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.summed_rows import gradients_by_kernel
 from shardlm.ops.summed_rows import outputs_by_kernel as summed_outputs_by_kernel
 from shardlm.ops.sums_of_one import sums_of_one
+from shardlm.topology import CHIPS
 
 pytestmark = MARKS
 BACK_KERNELS = ("delta_changes_back", "delta_pairs_back", "delta_reads_back")
@@ -57,9 +59,9 @@ PAIR = 64 * 128 * 2  # of 64 positions, the numbers of key and value of a head
 # for each byte and an H200 0.22, of SASS, of which there are a third fewer than of PTX in the kernels of few bits: what
 # keeps numbers of tiles apart there is in PTX alone (packed_numbers.apart).
 CASES = {
-    "decode": Expected(DECODE, 2 * PAIR, 0.044, 5, 62),
-    "decode, fp8": Expected(dataclasses.replace(DECODE, how="fp8"), PAIR, 0.175, {"h100": 5, "a100": 4}, 62),
-    "decode, int8": Expected(dataclasses.replace(DECODE, how="int8"), PAIR, 0.155, 4, 62),
+    "decode": Expected(DECODE, 2 * PAIR, 0.044, 5, 15),
+    "decode, fp8": Expected(dataclasses.replace(DECODE, how="fp8"), PAIR, 0.175, {"h100": 5, "a100": 4}, 15),
+    "decode, int8": Expected(dataclasses.replace(DECODE, how="int8"), PAIR, 0.155, 4, 15),
     "decode, latents": Expected(
         LATENTS, 64 * 576 * 2, {"h100": 0.09, "a100": 0.115}, 1, 3, 10, {"h100": 40, "a100": 272}
     ),
@@ -130,6 +132,18 @@ def test_products_of_a_layer(rows, gpu):
         assert code.source != "sass" or code.per_byte(nbytes) < most * (1 + 0.6 * (gpu == "a100"))
 
 
+@pytest.mark.parametrize("rows", [2, 64])
+def test_products_of_a_layer_where_shared_memory_is_short(rows, monkeypatch):
+    """For a GPU as an L40S, of 99 KB for a program: of more XLA compiles none."""
+    short = dataclasses.replace(CHIPS["a100"], compute_capability=(8, 9), shared_bytes_per_block=99 * 1024)
+    monkeypatch.setattr(topology, "CHIPS", {**CHIPS, "a100": short})
+    kernel = kernel_of(FULL["products of a layer"][f"{rows} rows"], True)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), "a100")
+    [pair] = [code for code in found if code.name == "few_rows_gated"]
+    assert 64 * 1024 < pair.shared_bytes <= 99 * 1024
+
+
 @pytest.mark.parametrize(
     ("case", "gpu"),
     [
@@ -149,6 +163,17 @@ def test_kernels(case, gpu):
         assert code.per_byte(expected.nbytes) <= _of_gpu(expected.most, gpu)
     if code.registers is not None:
         assert code.blocks(gpu) >= _of_gpu(expected.blocks, gpu)
+
+
+def test_many_parts_are_merged_in_registers():
+    """One row of 16k and one kv head of eight, as a device of eight has: 128 parts."""
+    kernel = kernel_of(Paged(1, 1, 16_384, 8, 1, 128), True)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = {
+        code.name: code for code in machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), "h100")
+    }
+    assert found["paged_attention"].grid[2] == 128 and found["paged_attention_merge"].spilled in (0, None)
+    assert found["paged_attention_merge"].registers in (None, *range(129))
 
 
 def _of_gpu(number, gpu: str) -> float:

@@ -235,11 +235,11 @@ def test_pages_are_read_where_they_lie(config, gpu, tensor, kv_cache):
 
 
 def test_entries_are_made_and_read_where_they_lie():
-    """A kernel of attention a layer and two for what mixes its streams, and those that score entries and choose some;
-    pools are only written into, and sums cross devices as in other layers."""
+    """A kernel of attention a layer, of those with entries a merge of its parts, two for what mixes its streams, and
+    those that score entries and choose some; pools are only written into, and sums cross devices as in other layers."""
     compiled, state = decoding(4, Entries())
     text = compiled.as_text()
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3 * Entries.num_layers + 2
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3 * Entries.num_layers + 2 + 2
     assert collectives(text) == ["all-gather"] + ["all-reduce"] * (2 * Entries.num_layers + 1)
     own = sum(math.prod(a.shape) * a.dtype.itemsize for a in state.pages.values())  # whole on each device
     memory = compiled.memory_analysis()

@@ -65,16 +65,20 @@ def collect(module: Module, find: Callable[[Visit], Sequence[T]], weigh: Callabl
 def branches(module: Module, at: Instruction) -> list[str]:
     """The computations of a conditional. Of ways to attend without those that call cuDNN in a loop, for documents a few
     rows at a time (ops/cudnn_groups.py): a program does not show how little these compute, and the others show what
-    whole rows do."""
+    whole rows do. Where no other calls it, such a loop is one over layers."""
     names = [name for key in _BRANCHES for name in at.called(key)]
-    at_once = [name for name in names if not _attends_in_a_loop(module, name)]
-    return at_once or names
+    if not any(_attends(module.computations[name]) for name in names):
+        return names
+    return [name for name in names if not _attends_in_a_loop(module, name)]
+
+
+def _attends(computation: Computation) -> bool:
+    return any("__cudnn$fmha" in at.attributes for at in computation.instructions)
 
 
 def _attends_in_a_loop(module: Module, name: str) -> bool:
     loops = [at for at in module.computations[name].instructions if at.opcode == "while"]
-    bodies = [module.computations[body] for at in loops for body in at.called("body")]
-    return any("__cudnn$fmha" in at.attributes for body in bodies for at in body.instructions)
+    return any(_attends(module.computations[body]) for at in loops for body in at.called("body"))
 
 
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")

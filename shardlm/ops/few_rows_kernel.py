@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shardlm.ops.few_rows import COLUMNS, STAGES, STEP, TILE, Norm, Sizes, blocks_of
+from shardlm.ops.cudnn_heads import traced_is
+from shardlm.ops.few_rows import COLUMNS, FEWER_STAGES, STAGES, STEP, TIGHT, TILE, Norm, Sizes, blocks_of
 from shardlm.ops.swiglu import Activation, activate
 
 
@@ -52,11 +53,12 @@ def gated_pair(
     interpret: bool,
 ) -> jax.Array:
     """[M, F] in x's dtype of x [M, K] and two weights [K, F]."""
+    stages = FEWER_STAGES if traced_is(*TIGHT) else STAGES
     run = pl.pallas_call(
         functools.partial(_gated, sizes, norm and (norm.eps, norm.offset), activation),
         jax.ShapeDtypeStruct((x.shape[0], gate.shape[1]), x.dtype),
         grid=(blocks_of(gate.shape[1]),),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=STAGES),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
         name="few_rows_gated",
     )

@@ -60,6 +60,7 @@ def pallas(
     """As `paged_attention.blocked`; the arrays of one device. `alone`: a row's keys are split as if there were no other
     row; None: where it has few tokens. `interpret` runs it anywhere, slowly."""
     values_inside = v_pool is None
+    one = q.shape[1] == 1 and until is None  # of which it is known how far it sees, as no other is in its block
     sizes = sizes_of(
         q.shape,
         q.dtype,
@@ -70,6 +71,7 @@ def pallas(
         page_table.shape[1],
         q.shape[1] <= FEW_TOKENS if alone is None else alone,
         not interpret,
+        (chunk or window) if one else 0,
     )
     inputs = {
         "q": q,
@@ -103,7 +105,9 @@ def _attended(inputs: dict[str, jax.Array], sizes: Sizes, rule: Rule, interpret:
     outs = (out, part, number, number)
     whole, *parts = run(kernel, outs, grid=grid, compiler_params=options, name="paged_attention")(inputs)
     merge = functools.partial(_merge, sizes)
-    grid, options = (T * N, pl.cdiv(sizes.value_dim, 128), B), triton.CompilerParams(num_warps=2)
+    # A thread holds 32 numbers of 16 parts, and 64 of 128: by two warps these are more than it has registers for.
+    warps = max(2, min(8, pl.next_power_of_2(sizes.splits) // 8))
+    grid, options = (T * N, pl.cdiv(sizes.value_dim, 128), B), triton.CompilerParams(num_warps=warps)
     run = functools.partial(run, input_output_aliases={0: 0}, compiler_params=options, name="paged_attention_merge")
     return run(merge, out, grid=grid)(whole, inputs["turns"], *parts)
 

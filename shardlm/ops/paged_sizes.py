@@ -88,9 +88,18 @@ def pieces(width: int, first: int = 0) -> tuple[Piece, ...]:
 
 
 def sizes_of(
-    shape, dtype, k_pool, kv_heads: int, value_dim: int, values_inside: bool, row_pages: int, alone: bool, compiled=True
+    shape,
+    dtype,
+    k_pool,
+    kv_heads: int,
+    value_dim: int,
+    values_inside: bool,
+    row_pages: int,
+    alone: bool,
+    compiled: bool = True,
+    seen: int = 0,
 ) -> Sizes:
-    """For queries of this shape and dtype."""
+    """For queries of this shape and dtype, of which each block sees at most so many positions of its row; 0: all."""
     B, T, N, key_dim = shape
     pack = numbers_each(k_pool)
     wide = max(key_dim, value_dim) > 256
@@ -105,7 +114,10 @@ def sizes_of(
     block_keys = 2 * block if more_keys else block
     programs = kv_heads * pl.cdiv(rows, block_rows)
     keys = min(SPLIT_KEYS * max(1, programs * B // SHARED), MOST_KEYS)
-    most = min(PART_BYTES // (4 * T * N * value_dim), row_pages * k_pool.shape[1] // SPLIT_KEYS)
+    least, positions = max(1, keys // block_keys), row_pages * k_pool.shape[1]
+    turns = pl.cdiv(min(positions, seen - 1) if seen else positions, block_keys) + (seen > 0)
+    # Of more there would be none, of any row: a part has `least` turns.
+    most = min(PART_BYTES // (4 * T * N * value_dim), positions // SPLIT_KEYS, pl.cdiv(turns, least))
     return Sizes(
         tokens=T,
         heads=N,
@@ -118,7 +130,7 @@ def sizes_of(
         block_rows=block_rows,
         block_keys=block_keys,
         splits=max(1, min(pl.cdiv(PROGRAMS, programs * (1 if alone else B)), most)),
-        least=max(1, keys // block_keys),
+        least=least,
         warps=8 if block_rows * value_dim > 8192 else 4,
         stages=2 if dtype.itemsize > 2 or (block_rows == 16 and not wide and pack == 1) else 3,
         compiled=compiled,

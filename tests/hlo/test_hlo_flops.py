@@ -92,6 +92,13 @@ def test_of_attentions_ways_those_in_a_loop_are_left_out():
     assert branches(module, module.computations["main"].root) == ["once", "looped"]
 
 
+def test_a_stage_that_waits_does_not_stand_for_one_that_attends():
+    """In a conditional of layers in a loop and of nothing, the layers are what runs."""
+    once = WAYS.index("%once")
+    module = parse(WAYS[:once] + WAYS[once:].replace("__cudnn$fmhaSoftmaxBackward", "other"))
+    assert branches(module, module.computations["main"].root) == ["once", "looped"]
+
+
 def test_what_cannot_be_counted_is_named():
     text = ATTENTION.replace("__cudnn$fmhaSoftmax", "own_kernel")
     assert dict(matmul_flops(text).uncounted) == {"own_kernel": 1}

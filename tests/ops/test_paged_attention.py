@@ -134,6 +134,27 @@ def test_the_kernel_in_bfloat16_equals_the_reference(shape, capability):
     )  # weights and output of 8 bits
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "seen", "splits"),
+    [(1, 4096, 0, 16), (64, 4096, 0, 4), (64, 4097, 0, 5), (64, 1024, 0, 1), (64, 4096, 1024, 2), (1, 4096, 128, 3)],
+)
+def test_no_more_parts_than_there_may_be(rows, width, seen, splits):
+    """Of 8 kv heads: tables of `width` positions, of which 64 rows have 1,024 in a part and one row 64."""
+    pool = jax.ShapeDtypeStruct((9, 1, 8, 128), jnp.bfloat16)
+    shape = (rows, 1, 32, 128), jnp.dtype(jnp.bfloat16)
+    assert sizes_of(*shape, pool, 8, 128, False, width, True, seen=seen).splits == splits
+
+
+def test_parts_of_a_window():
+    """A window of 66 positions, over up to three blocks of 32 of them, and of one that one block may have."""
+    ends = (640, 97, 96, 66, 65, 33, 32, 2, 1)
+    for window in (1, 2, 66):
+        q, k, v, *rest = map(jnp.asarray, inputs(4, 2, 1, ends))
+        expected = reference(q, k, v, *rest, 0.3, window)
+        found = jax.jit(lambda q, k, v: pallas(q, k, v, *rest, 0.3, window, interpret=True))(q, k, v)  # noqa: B023
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
 def test_tokens_of_an_image_see_all_of_it():
     """The reference against attention without pages."""
     q, k, v, table, positions, first = map(jnp.asarray, inputs(4, 2, 17, (20,)))
