@@ -71,4 +71,5 @@ def _result(future: concurrent.futures.Future) -> Any:
     except ShardlmError as error:
         return Failed(str(error))
     except Exception as error:  # whatever XLA raises: the other candidates go on
-        return Failed(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        said = str(error).strip().splitlines()
+        return Failed(": ".join([type(error).__name__, *said[:1]]))  # an assertion of jax's says nothing

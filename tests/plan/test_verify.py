@@ -155,6 +155,7 @@ def test_whatever_ends_a_compilation_is_a_failure_of_that_job_alone():
         return _result(future)
 
     assert ended(RuntimeError("INTERNAL: no\nmore")) == Failed("RuntimeError: INTERNAL: no")
+    assert ended(AssertionError()) == Failed("AssertionError")
     assert ended(ShardlmError("layers=3 cannot be split")) == Failed("layers=3 cannot be split")
     found = each_apart(operator.call, [(os._exit, 1), (max, 1, 2)], workers=1)
     assert "ended its process" in found[0].why and found[1] == 2
