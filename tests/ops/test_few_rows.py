@@ -106,7 +106,7 @@ def test_which_products_are_made_of_whole_sums():
 def test_a_row_is_the_same_beside_any_others():
     """How sums are cut is the weight's."""
     x, weights, norm, _ = operands(16, 2048, (64, 32), 3, 0.0)
-    run = functools.partial(products, interpret=True)
+    run = jax.jit(functools.partial(products, interpret=True))
     all_of_them = run(x, weights, norm)
     for rows in (1, 5):
         some = run(x[3 : 3 + rows], weights, norm)
