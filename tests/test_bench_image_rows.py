@@ -33,7 +33,8 @@ def test_an_encoder_equals_its_reference(name):
         inputs = jax.jit(kernel.inputs)(jax.random.key(0))
         assert inputs[1]["pixels"].std() > 1 and 0 < largest_error(kernel, inputs) <= kernel.allowed
         wrong = inputs[1] | {"pixels": inputs[1]["pixels"] // 2}
-        off = kernel.run(*inputs).astype(jnp.float32) - kernel.reference(inputs[0], wrong, inputs[2])
+        run, reference = jax.jit(kernel.run), jax.jit(kernel.reference)
+        off = run(*inputs).astype(jnp.float32) - reference(inputs[0], wrong, inputs[2])
         assert jnp.abs(off).max() > 10 * kernel.allowed  # of vectors of about 1: the image is seen
 
 

@@ -1,6 +1,7 @@
 """How large a runner's programs and state are. No jax."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Literal
 
@@ -60,7 +61,7 @@ class RunnerConfig:
         powers = itertools.takewhile(lambda n: n < self.max_rows, (2**i for i in itertools.count()))
         return (*(n for n in powers if n >= self.least_rows), self.max_rows)
 
-    @property
+    @functools.cached_property
     def chunk_sizes(self) -> tuple[tuple[int, int], ...]:
         """(rows, tokens) of the chunk programs, of which none is longer than the longest request needs."""
         sizes = sizes_of(self.max_batch_tokens, self.max_rows)

@@ -77,7 +77,7 @@ def test_how_products_are_cut():
 def test_a_row_is_the_same_beside_any_others():
     """How sums are cut is the weight's."""
     x, weights, norm, _ = operands(16, 2048, (64, 32), 3, 0.0)
-    run = functools.partial(products, interpret=True)
+    run = jax.jit(functools.partial(products, interpret=True))
     all_of_them = run(x, weights, norm)
     for rows in (1, 5):
         some = run(x[3 : 3 + rows], weights, norm)

@@ -84,7 +84,7 @@ def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back, decays):
     P, into = (jnp.asarray(a, jnp.bfloat16) for a in (P, into))
     assert states_kernel.fits(P, into)
     found = states_kernel.pallas(left, P, into, state, back=back, interpret=True)
-    for a, b in zip(found, through(left, P, into, state, back), strict=True):
+    for a, b in zip(found, jax.jit(through, static_argnums=4)(left, P, into, state, back), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-2, atol=1e-2)
 
@@ -107,8 +107,8 @@ def test_the_kernel_for_gpus_steps_where_states_lie(channels, takes_back):
     def rule(*given, slot, takes_back=True):
         return delta_step_kernel.pallas(*given, slot, takes_back, interpret=True)
 
-    out, found = known_in_place(rule, *given, position, valid, held, slot)
-    wanted, expected = remembered("known", *given, position, position, valid, held, slot)
+    out, found = jax.jit(partial(known_in_place, rule))(*given, position, valid, held, slot)
+    wanted, expected = jax.jit(partial(remembered, "known"))(*given, position, position, valid, held, slot)
     np.testing.assert_allclose(out[:2], wanted[:2], atol=1e-5)  # measured: 1e-6
     for name, a in expected.items():
         np.testing.assert_allclose(found[name], a, atol=1e-5)

@@ -183,6 +183,7 @@ def test_bits_of_bfloat16_are_bfloat16(length):
         out = blocked(q, pools["k"], pools["v"], table, positions, first, 0.3)
         return out, pools["v"].view(jnp.bfloat16)
 
+    attended = jax.jit(attended, static_argnums=0)
     for dtype in (jnp.float32, jnp.bfloat16):
         asked = q.astype(dtype)
         for found, expected in zip(attended(jnp.uint16, asked), attended(jnp.bfloat16, asked), strict=True):

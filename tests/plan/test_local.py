@@ -291,6 +291,7 @@ def ranked(tmp_path_factory):
     return done, json.loads((home / "table.json").read_text()), (home / "table.md").read_text(), profile
 
 
+@pytest.mark.wide
 def test_meshes_are_ranked_as_predicted_and_as_measured(ranked):
     done, table, text, profile = ranked
     assert done.returncode == 1 and text in done.stdout, done.stderr  # one of them failed

@@ -81,7 +81,7 @@ def bits(output) -> tuple:
         (WIDE, MeshSpec(tensor=2)),
         pytest.param(MIXED, MeshSpec(expert=2), marks=pytest.mark.wide),
         pytest.param(RECALLING, MeshSpec(), marks=pytest.mark.wide),
-        (RECALLING, MeshSpec(tensor=2)),
+        pytest.param(RECALLING, MeshSpec(tensor=2), marks=pytest.mark.wide),
     ],
 )
 def test_a_reply_is_the_same_bits_whatever_else_runs(config, spec):

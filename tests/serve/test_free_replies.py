@@ -53,7 +53,7 @@ def engine_of(kind: str):
     return random_engine(MeshSpec(), rows=10, tokens=32, pages=300, least=10, **options)[0]
 
 
-@pytest.mark.parametrize("kind", ("alone", "deterministic", "drafts"))
+@pytest.mark.parametrize("kind", ("alone", "deterministic", pytest.param("drafts", marks=pytest.mark.wide)))
 def test_the_replies_are_those_of_lockstep_to_the_bit(kind, monkeypatch):
     engine = engine_of(kind)
     taken, own = [], Scheduler._take_back

@@ -47,7 +47,7 @@ CASES = [
     ("dense", {"data": 2, "tensor": 2}),
     ("dense", {"pipeline": 2, "tensor": 2}),
     ("dense", {"data": 2, "pipeline": 2}),
-    ("latent", {"data": 2, "expert": 2, "tensor": 2}),
+    pytest.param("latent", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.wide),
     ("experts", {"expert": 4, "tensor": 2}),  # 2 kv heads: attention is split over tensor alone
     ("latent", {"pipeline": 2}),
 ]

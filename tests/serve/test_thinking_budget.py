@@ -46,7 +46,7 @@ def engine():
     return engine_of()
 
 
-@pytest.mark.parametrize("drafts", (None, NGRAM))
+@pytest.mark.parametrize("drafts", (None, pytest.param(NGRAM, marks=pytest.mark.wide)))
 def test_thoughts_end_after_so_many_tokens(drafts, engine):
     engine = engine_of(drafts) if drafts else engine
     free = [one.token_ids for one in replies(engine)]

@@ -52,7 +52,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma, drafts", "gpt_oss", *(pytest.param(n, marks=pytest.mark.wide) for n in ("gemma", "mistral"))]
+    "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.wide) for n in ("gemma", "gemma, drafts", "mistral"))]
 )
 def test_replies_are_the_model_s_and_pages_behind_the_window_are_given_on(name):
     config, tokens, pages, groups, drafts = MODELS[name]

@@ -36,24 +36,22 @@ def folders(tmp_path_factory):
     return {name: references.folder(name, home) for name in ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", MEMORY)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name, mesh, options",
     [
-        pytest.param("qwen2_5_vl", TWO, {}, marks=pytest.mark.wide),
-        # Of two layers, both of which add vectors of their own.
-        pytest.param("qwen3_vl", TWO, {}, marks=pytest.mark.wide),
-        pytest.param("gemma3", TWO, {}, marks=pytest.mark.wide),
-        pytest.param(
-            "gemma3", MeshSpec(pipeline=3), {"max_num_batched_tokens": 17, "max_num_seqs": 1}, marks=pytest.mark.wide
-        ),
+        ("qwen2_5_vl", TWO, {}),
+        ("qwen3_vl", TWO, {}),  # of two layers, both of which add vectors of their own
+        ("gemma3", TWO, {}),
+        ("gemma3", MeshSpec(pipeline=3), {"max_num_batched_tokens": 17, "max_num_seqs": 1}),
         ("qwen3_vl", TWO, {"speculative_config": DRAFTS}),
-        pytest.param("gemma3", TWO, {"speculative_config": DRAFTS}, marks=pytest.mark.wide),
-        pytest.param("qwen2_5_vl", TWO, {"deterministic": True}, marks=pytest.mark.wide),
-        pytest.param("qwen3_vl", TWO, {"deterministic": True}, marks=pytest.mark.wide),
-        pytest.param("mistral3", MeshSpec(pipeline=2, tensor=2), {}, marks=pytest.mark.wide),
-        pytest.param("qwen3_vl", MeshSpec(pipeline=2, data=2), {}, marks=pytest.mark.wide),
-        pytest.param("qwen3_vl", MeshSpec(pipeline=2, tensor=2), {}, marks=pytest.mark.wide),
-        pytest.param(MEMORY, TWO, {}, marks=pytest.mark.wide),
+        ("gemma3", TWO, {"speculative_config": DRAFTS}),
+        ("qwen2_5_vl", TWO, {"deterministic": True}),
+        ("qwen3_vl", TWO, {"deterministic": True}),
+        ("mistral3", MeshSpec(pipeline=2, tensor=2), {}),
+        ("qwen3_vl", MeshSpec(pipeline=2, data=2), {}),
+        ("qwen3_vl", MeshSpec(pipeline=2, tensor=2), {}),
+        (MEMORY, TWO, {}),
     ],
     ids=str,
 )
