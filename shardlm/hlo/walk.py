@@ -67,9 +67,8 @@ def branches(module: Module, at: Instruction) -> list[str]:
     rows at a time (ops/cudnn_groups.py): a program does not show how little these compute, and the others show what
     whole rows do. Where no other calls it, such a loop is one over layers."""
     names = [name for key in _BRANCHES for name in at.called(key)]
-    if not any(_attends(module.computations[name]) for name in names):
-        return names
-    return [name for name in names if not _attends_in_a_loop(module, name)]
+    at_once = [name for name in names if not _attends_in_a_loop(module, name)]
+    return at_once if any(_attends(module.computations[name]) for name in at_once) else names
 
 
 def _attends(computation: Computation) -> bool:

@@ -93,10 +93,13 @@ def test_of_attentions_ways_those_in_a_loop_are_left_out():
 
 
 def test_a_stage_that_waits_does_not_stand_for_one_that_attends():
-    """In a conditional of layers in a loop and of nothing, the layers are what runs."""
+    """In a conditional of layers in a loop and of nothing, the layers are what runs; also where one is in no loop."""
     once = WAYS.index("%once")
-    module = parse(WAYS[:once] + WAYS[once:].replace("__cudnn$fmhaSoftmaxBackward", "other"))
-    assert branches(module, module.computations["main"].root) == ["once", "looped"]
+    ways = WAYS[:once] + WAYS[once:].replace("__cudnn$fmhaSoftmaxBackward", "other")
+    first = '%o = bf16[8]{0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxBackward"'
+    for layers in (ways, ways.replace("while(%a)", "while(%o)").replace("  ROOT %w", f"  {first}\n  ROOT %w")):
+        module = parse(layers)
+        assert branches(module, module.computations["main"].root) == ["once", "looped"]
 
 
 def test_what_cannot_be_counted_is_named():

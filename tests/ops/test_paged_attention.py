@@ -198,7 +198,7 @@ def test_what_is_chosen():
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_row_does_not_depend_on_the_others(name):
     """Bit for bit: beside longer rows, in another place of the batch, over other pages; the kernel's also in a batch of
-    another size."""
+    another size, of as few programs that parts have as many keys."""
     q, k, v, table, positions, first = inputs(4, 2, 3, (20, 21, 22, 23))
     k, v = laid({"k": k, "v": v}, name).values()
     run = jax.jit(lambda *a: IMPLEMENTATIONS[name](*a, 0.3))
