@@ -42,7 +42,8 @@ def options_of(platform: str, key: Any) -> dict[str, Any]:
     tokens are read where their weights lie; for many XLA copies the weights together, 0.8 of the 13 ms that 512 tokens
     of Llama 3 8B take on an H200 (measured). A chunk runs once where decoding runs a loop, and a CUDA graph has to be
     told again wherever its memory lies now, kernel by kernel (https://github.com/openxla/xla/pull/35315): of four
-    prompts of 2,048 tokens 32 of 207 ms went by with nothing running (H200, measured with graphs, not yet without)."""
+    prompts of 2,048 tokens kernels take 175 of 215 ms (H200, measured with graphs, the kernels in a trace; how much of
+    the rest was graphs is not known, and without them nothing is measured yet)."""
     if platform == "cpu" or key[0] not in ("chunk", "whole"):
         return {}
     return NO_GRAPHS | (APART if math.prod(key[1]) >= WHILE_WEIGHTS_ARE_READ[platform] else {})
