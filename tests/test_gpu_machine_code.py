@@ -113,10 +113,10 @@ LAYER = {
 }
 
 
-@pytest.mark.parametrize(("rows", "gpu"), [(2, "h200"), (64, "h200"), (2, "a100")])
+@pytest.mark.parametrize(("rows", "gpu"), [(2, "h200"), (64, "h200"), (2, "a100"), (64, "a100")])
 def test_products_of_a_layer(rows, gpu):
     """One kernel for each product or pair of them, which reads ahead and keeps its sums in registers, and of which all
-    blocks run at the same time (a pair's on an A100: 108 of 112)."""
+    blocks run at the same time (jax 0.11: of 64 rows on an A100 a pair's 108 of 112)."""
     kernel = kernel_of(FULL["products of a layer"][f"{rows} rows"], True)
     key = jax.eval_shape(lambda: jax.random.key(0))
     found = machine_code.kernels(kernel.run, lambda: jax.eval_shape(kernel.inputs, key), gpu)
@@ -126,7 +126,9 @@ def test_products_of_a_layer(rows, gpu):
     for code, (nbytes, most) in zip(ours, LAYER[rows], strict=True):
         assert code.spilled in (0, None)
         assert code.loop["tensor cores"] and code.loop["read 16 bytes, ahead"] and not code.loop.get("read fewer")
-        assert code.blocks(gpu) is None or code.filled(gpu) <= code.blocks(gpu) * (1.05 if gpu == "a100" else 1)
+        assert code.blocks(gpu) is None or code.filled(gpu) <= code.blocks(gpu) * (
+            1.05 if (rows, gpu) == (64, "a100") else 1
+        )
         # Three stages of all blocks of a multiprocessor are under way.
         assert code.filled(gpu) * code.shared_bytes * 3 / 4 > 48_000
         assert code.source != "sass" or code.per_byte(nbytes) < most * (1 + 0.6 * (gpu == "a100"))

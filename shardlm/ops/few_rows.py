@@ -18,8 +18,9 @@ GATES: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu", "relu2")
 # Blocks of 128 columns, so that 256 bytes of each row of a weight lie together: by 32 gate and up of Llama 3 8B, which
 # are 235 MB, took 128 us, and by 128 they take 54 for 2 rows and 59 for 64 (H200, measured; 49 at its memory's rate).
 COLUMNS, STEP, STAGES = 128, 64, 4
-# Compute capabilities that have 99 KB of shared memory for a program, where four stages of two weights take 102 to 120.
-TIGHT, FEWER_STAGES = ("8.6", "8.9", "12.0", "12.1"), 3
+# Compute capabilities that have 99 KB of shared memory for a program, where four stages of two weights take 102 to 120,
+# and an A100's, where two programs of few rows have room beside each other with three: 112 on 108 multiprocessors.
+TIGHT, FEWER_STAGES = ("8.0", "8.6", "8.9", "12.0", "12.1"), 3
 # Of a GPU's 132 multiprocessors (H100). What is summed over is cut in parts, powers of two, of at least LEAST numbers,
 # up to so many programs; fewer than LONE wait for too few reads at a time.
 PROGRAMS, LEAST, LONE = 192, 512, 80
