@@ -14,6 +14,7 @@ from jax.experimental import topologies
 
 from shardlm import hardware
 from shardlm.errors import ShardlmError
+from shardlm.hardware import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +31,29 @@ class Chip:
     shared_bytes_per_core: int
     shared_bytes_per_block: int  # the most that a kernel may opt in to
     nvlinks: int
+    threads_per_core: int = 2048
 
 
 _HOPPER = Chip((9, 0), "ACCELERATED_FEATURES", 132, 128, 1.98, 52_428_800, 233_472, 232_448, 18)
 _AMPERE = Chip((8, 0), "NONE", 108, 64, 1.41, 41_943_040, 167_936, 166_912, 12)
+_AMPERE_CARD = dataclasses.replace(_AMPERE, nvlinks=0)
+
+
+def _graphics(capability: tuple[int, int], cores: int, clock_ghz: float, l2_mib: int) -> Chip:
+    """Cards of 8.6, 8.9 and 12.0, alike in what a core has: table "Technical Specifications per Compute Capability" of
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide. Cores, clock and cache: the papers that hardware.py names."""
+    return Chip(capability, "NONE", cores, 128, clock_ghz, l2_mib * 2**20, 102_400, 101_376, 0, 1536)
+
+
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         "a100": _AMPERE,
         "a100-40gb": _AMPERE,
+        "a100-pcie": _AMPERE_CARD,
+        "a100-pcie-40gb": _AMPERE_CARD,
+        "a40": _graphics((8, 6), 84, 1.74, 6),
         "h100": _HOPPER,
+        "h100-pcie": dataclasses.replace(_HOPPER, cores=114, clock_ghz=1.755, nvlinks=0),
         "h200": _HOPPER,
         "b200": Chip((10, 0), "ACCELERATED_FEATURES", 148, 128, 1.965, 132_644_864, 233_472, 232_448, 18),
         "gb200": Chip((10, 0), "ACCELERATED_FEATURES", 152, 128, 2.062, 135_528_448, 233_472, 232_448, 18),
@@ -46,6 +61,10 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
         # (https://github.com/sgl-project/sglang/pull/28460).
         "b300": Chip((10, 3), "ACCELERATED_FEATURES", 148, 128, 2.032, 135_528_448, 233_472, 232_448, 18),
         "gb300": Chip((10, 3), "ACCELERATED_FEATURES", 152, 128, 2.07, 135_528_448, 233_472, 232_448, 18),
+        "rtx5090": _graphics((12, 0), 170, 2.407, 96),
+        "rtxpro6000": _graphics((12, 0), 188, 2.6, 128),
+        "l40s": _graphics((8, 9), 142, 2.52, 96),
+        "rtx4090": _graphics((8, 9), 128, 2.52, 72),
     }
 )
 
@@ -74,7 +93,7 @@ gpu_device_info {{
   registers_per_block_limit: 65536
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {chip.threads_per_core}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -91,19 +110,28 @@ device_description_str: "{name}"
 """
 
 
-def target_config(gpu_name: str) -> str:
+def chip_of(gpu: Gpu) -> Chip | None:
+    """Of a GPU of a file (hardware_file.py) that of the one whose device kind it has."""
+    known = gpu if gpu.name in CHIPS else hardware.lookup(gpu.device_kinds[0])
+    return CHIPS.get(known.name) if known else None
+
+
+def target_config(gpu: str | Gpu) -> str:
     """The description of a GPU in XLA's text form (GpuTargetConfigProto).
 
     Raises: ShardlmError for a GPU without one.
     """
-    gpu = hardware.named(gpu_name)
-    if gpu.name not in CHIPS:
-        raise ShardlmError(f"programs cannot be compiled for {gpu.name} without one; they can for {', '.join(CHIPS)}")
-    chip = CHIPS[gpu.name]
+    gpu = hardware.named(gpu) if isinstance(gpu, str) else gpu
+    chip = chip_of(gpu)
+    if not chip:
+        raise ShardlmError(
+            f"programs cannot be compiled for {gpu.name} without one: {gpu.device_kinds[0]!r} is the device kind of "
+            f"none of {', '.join(CHIPS)}"
+        )
     return _TARGET.format(name=gpu.device_kinds[0], gpu=gpu, chip=chip, cuda=_CUDA, cudnn=_CUDNN)
 
 
-def topology(gpu_name: str, num_hosts: int, gpus_per_host: int) -> list[jax.Device]:
+def topology(gpu: str | Gpu, num_hosts: int, gpus_per_host: int) -> list[jax.Device]:
     """`num_hosts * gpus_per_host` devices to compile for, host by host, in the order of their ids.
 
     Lower with shardings over them, then `.compile()`; they hold no arrays and run nothing.
@@ -111,7 +139,7 @@ def topology(gpu_name: str, num_hosts: int, gpus_per_host: int) -> list[jax.Devi
     Raises: ShardlmError for an unknown GPU, a size that is not positive, and where jax's CUDA plugin is
     missing.
     """
-    config = target_config(gpu_name)
+    config = target_config(gpu)
     if num_hosts < 1 or gpus_per_host < 1:
         raise ShardlmError(f"{num_hosts} hosts of {gpus_per_host} GPUs: both must be positive")
     try:

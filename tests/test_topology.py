@@ -1,5 +1,6 @@
 """Devices that are not there: programs compile for them and report what that GPU would need."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlm import hardware
 from shardlm.errors import ShardlmError
-from shardlm.topology import CHIPS, target_config, topology
+from shardlm.topology import CHIPS, chip_of, target_config, topology
 
 HAS_PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
 needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'")
@@ -55,9 +56,25 @@ def test_the_description_states_the_figures_of_the_table():
     assert "memory_bandwidth: 4800000000000\n" in text
 
 
+def test_every_gpu_of_the_table_can_be_compiled_for_and_makes_its_peak():
+    assert set(CHIPS) == set(hardware.GPUS)
+    for name, chip in CHIPS.items():
+        peak = chip.cores * chip.fpus_per_core * 2 * chip.clock_ghz * 1e9
+        assert peak == pytest.approx(hardware.GPUS[name].peak.fp32, rel=0.08), name  # 0.1% but for clocks of Blackwell
+
+
+def test_a_gpu_of_a_file_is_the_chip_that_it_is_based_on_with_its_own_memory():
+    own = dataclasses.replace(hardware.GPUS["l40s"], name="l40s-20", hbm_bytes=20 * 2**30)
+    assert chip_of(own) == CHIPS["l40s"]
+    assert f"device_memory_size: {20 * 2**30}\n" in target_config(own)
+
+
 def test_a_gpu_without_description_is_refused():
-    with pytest.raises(ShardlmError, match="cannot be compiled for l40s without one; they can for a100, a100-40gb"):
-        topology("l40s", 1, 8)
+    other = dataclasses.replace(hardware.GPUS["h100"], name="h800", device_kinds=("NVIDIA H800",))
+    with pytest.raises(
+        ShardlmError, match=r"compiled for h800 .* 'NVIDIA H800' is the device kind of none of a100, a100-40gb"
+    ):
+        topology(other, 1, 8)
     with pytest.raises(ShardlmError, match="no figures are known for a GPU 'h1000'; did you mean h100"):
         topology("h1000", 1, 8)
 

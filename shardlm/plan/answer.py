@@ -19,7 +19,7 @@ from shardlm.plan.search import ROOM, Found, search
 from shardlm.plan.training_images import RowImages
 from shardlm.plan.verify import verify
 from shardlm.plan.without_loop import refined
-from shardlm.topology import CHIPS
+from shardlm.topology import chip_of
 from shardlm.train.config import RunConfig
 
 
@@ -95,7 +95,7 @@ def _proved(found: Sequence[Change], count: int, say: Say) -> tuple[Change, ...]
     bad: list[Change] = []
     left: list[Change] = []
     for one in found:
-        if len(good) == count or len(good) + len(bad) == 3 * count or one.plan.gpu.name not in CHIPS:
+        if len(good) == count or len(good) + len(bad) == 3 * count or not chip_of(one.plan.gpu):
             left.append(one)
             continue
         say(f"compiling {one.what}: {one.plan.config.mesh} ...")

@@ -12,6 +12,7 @@ import jax
 from absl import logging
 
 from shardlm.errors import ShardlmError
+from shardlm.hardware import Gpu
 from shardlm.plan.cluster import Cluster
 from shardlm.topology import topology
 
@@ -43,7 +44,7 @@ def impossible(cluster: Cluster) -> str:
     if cluster.is_cpu:
         return "these are CPU devices: run the plan's configuration, and launch.bench train says what its program holds"
     with _pool(1) as pool:
-        return pool.submit(_topology_error, cluster.gpu.name).result()
+        return pool.submit(_topology_error, cluster.gpu).result()
 
 
 def _pool(workers: int) -> concurrent.futures.ProcessPoolExecutor:
@@ -55,7 +56,7 @@ def _without_gpus() -> None:
     logging.set_verbosity(logging.ERROR)  # without a GPU each grouped matmul warns that its tiles are not tuned
 
 
-def _topology_error(gpu: str) -> str:
+def _topology_error(gpu: Gpu) -> str:
     try:
         topology(gpu, 1, 1)
     except ShardlmError as error:

@@ -79,6 +79,11 @@ class Cluster:
         """Whether its devices are a host's CPU, as local.py describes it: all of them share its cores."""
         return self.gpu.generation == "cpu"
 
+    @property
+    def device(self) -> str:
+        """What its devices are called where a GPU's name is not said."""
+        return "CPU" if self.is_cpu else "GPU"
+
     @functools.cached_property
     def routes(self) -> dict[Group, Any]:
         """By the groups that were asked for (measured.py)."""

@@ -163,20 +163,6 @@ FEW_ROWS += ((32, 128, 0.7), (32, 64, 0.55), (16, 64, 0.5))
 # a training step (Achieved.sustained): the largest, 4,096 x 7,168 x 16,384, by this 1.01; with a training step's rate
 # 1.5 suits the twelve as well, and the largest takes 1.22.
 BOTH = 1.25
-# Cores of GPUs that topology.CHIPS has not, from the papers that hardware.py names.
-CORES: Mapping[str, int] = MappingProxyType(
-    {
-        "a100-pcie": 108,
-        "a100-pcie-40gb": 108,
-        "a40": 84,
-        "h100-pcie": 114,
-        "l40s": 142,
-        "rtx4090": 128,
-        "rtx5090": 170,
-        "rtxpro6000": 188,
-    }
-)
-
 # Latencies: what NCCL assumes of a ring by its three protocols, baseLat and hwLat of
 # https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc. LL128 carries 120 of 128 bytes, LL half of them in
 # messages of 8; a tree has 0.92 of a ring's rate.

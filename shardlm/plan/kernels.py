@@ -11,7 +11,6 @@ from shardlm.plan.changed import changed
 from shardlm.plan.constants import (
     ATTENTION_KEYS,
     ATTENTION_WIDTH,
-    CORES,
     EDGE_SECONDS,
     FLASH2,
     GAP,
@@ -24,7 +23,7 @@ from shardlm.plan.constants import (
     achieved_by,
 )
 from shardlm.plan.op import Op
-from shardlm.topology import CHIPS
+from shardlm.topology import chip_of
 
 EIGHT_BITS = ("fp8", "int8")
 SPLIT = (1, 2, 4, 8)  # parts of what is summed
@@ -53,8 +52,8 @@ class Kernels:
     @classmethod
     @functools.lru_cache(maxsize=64)
     def of(cls, gpu: Gpu, attention: str = "cudnn") -> "Kernels":
-        reached, chip = achieved_by(gpu), CHIPS.get(gpu.name)
-        cores = chip.cores if chip else CORES.get(gpu.name, 0)
+        reached, chip = achieved_by(gpu), chip_of(gpu)
+        cores = chip.cores if chip else 0
         clock = reached.sustained * min(1.0, gpu.watts / reached.watts(gpu)) ** POWER
         return cls(gpu, reached, attention, cores, gpu.hbm_bytes_per_second * reached.memory, clock, GAP)
 

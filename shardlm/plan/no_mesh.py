@@ -43,7 +43,7 @@ def _sizes(config: RunConfig, cluster: Cluster, field: str) -> list[int]:
 
 def _divides(config: RunConfig, cluster: Cluster, field: str) -> str:
     """What an axis has to divide."""
-    shape, gpus = config.model.transformer(), f", which divides the {cluster.num_gpus} GPUs"
+    shape, gpus = config.model.transformer(), f", which divides the {cluster.num_gpus} {cluster.device}s"
     heads = ", ".join(map(str, sorted({block.attention.num_heads for block in shape.kinds})))
     linear = memories(shape)
     keys = " and the ".join(map(_heads, linear))

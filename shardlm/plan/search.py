@@ -347,12 +347,16 @@ def _plan(config: RunConfig, known: Alike) -> Plan | ShardlmError:
 def _nothing_runs(config: RunConfig, cluster: Cluster, constraints: Constraints, refused: dict[str, int]) -> str:
     said = constraints.of(*(one.field for one in constraints.items))
     asked = f" with {said}" if said else ""
-    head = f"no mesh over {cluster.num_gpus} GPUs can run this configuration{asked}"
+    head = f"no mesh over {cluster.num_gpus} {cluster.device}s can run this configuration{asked}"
     if not refused:
         return f"{head}: {no_mesh(config, cluster, constraints)}"
     reasons = "\n".join(f"  {count} times: {reason}" for reason, count in list(refused.items())[:3])
     batch = _batch_that_runs(config, cluster, constraints)
-    remedy = f"\nA mesh can with train.global_batch={batch}, which {cluster.num_gpus} GPUs can share." if batch else ""
+    remedy = (
+        f"\nA mesh can with train.global_batch={batch}, which {cluster.num_gpus} {cluster.device}s can share."
+        if batch
+        else ""
+    )
     return f"{head}. The reasons, the most frequent first:\n{reasons}{remedy}"
 
 

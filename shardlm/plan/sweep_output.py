@@ -6,7 +6,6 @@ from typing import Any
 from shardlm.hardware import GIB
 from shardlm.plan.columns import columns, dollars, large, percent, rounded, three_digits
 from shardlm.plan.local import provenance
-from shardlm.plan.report.data import device
 from shardlm.plan.report.figures import called
 from shardlm.plan.search import settings
 from shardlm.plan.shares import described, limited_by, shares
@@ -94,7 +93,7 @@ def to_text(sweep: Sweep) -> str:
     table = columns(head, lines, left=(0, len(head) - 2, len(head) - 1))
     said = [*notes, *_footnotes(sweep)]
     told = "\n".join([table, "", *(textwrap.fill(one, WIDTH) for one in said)])
-    return called(told, device(sweep.rows[0].case.cluster))
+    return called(told, sweep.rows[0].case.cluster.device)
 
 
 def _line(row: Row) -> list[str]:

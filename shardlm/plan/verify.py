@@ -58,7 +58,7 @@ def _with_others(one: Verified, plan: Plan) -> Verified:
 def compile_step(config: RunConfig, cluster: Cluster) -> Verified:
     """In this process. Raises ShardlmError where there is no such program."""
     started = time.perf_counter()
-    devices = topology(cluster.gpu.name, cluster.num_gpus // cluster.gpus_per_host, cluster.gpus_per_host)
+    devices = topology(cluster.gpu, cluster.num_gpus // cluster.gpus_per_host, cluster.gpus_per_host)
     program = Program.make(config, config.mesh.build(devices))
     step = program.compile("step", dict(program.xla_options().options))
     memory = step.memory_analysis()

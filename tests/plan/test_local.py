@@ -209,6 +209,8 @@ def test_auto_plans_with_the_profile_of_these_devices_alone(tmp_path):
     assert (cluster.num_gpus, cluster.gpus_per_host, cluster.measured) == (4, 4, profile)
     chosen, plan = auto_mesh(load(BENCH), cluster, [("mesh.pipeline", "1")])
     assert chosen.mesh.size(*chosen.mesh.sizes()) == 4 and chosen.mesh.pipeline == 1 and plan.fits
+    with pytest.raises(ShardlmError, match=r"no mesh over 4 CPUs.*which divides the 4 CPUs"):
+        search(load(BENCH), cluster, Constraints.parse(["mesh.tensor=3"]))
     with pytest.raises(ShardlmError, match="the profile is of 'cpu' and the devices here are 'NVIDIA H200'"):
         cluster_of_devices([types.SimpleNamespace(device_kind="NVIDIA H200", process_index=0)], profile)
     with pytest.raises(ShardlmError, match=r"or measure them .* and give --hardware_profile=FILE"):

@@ -87,16 +87,11 @@ def _any_plan(answer: Answer) -> Plan:
     return plan
 
 
-def device(cluster: Cluster) -> str:
-    """What its devices are called where a GPU's name is not said."""
-    return "CPU" if cluster.is_cpu else "GPU"
-
-
 def cluster_facts(cluster: Cluster) -> dict[str, Any]:
     gpu = cluster.gpu
     return {
         "gpu": gpu.name,
-        "device": device(cluster),
+        "device": cluster.device,
         "num_gpus": cluster.num_gpus,
         "gpus_per_host": cluster.gpus_per_host,
         "num_hosts": cluster.num_gpus // cluster.gpus_per_host,

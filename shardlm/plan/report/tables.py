@@ -209,7 +209,9 @@ def compared(plan: Data) -> Table:
     columns = (Column("part", words=True), Column("ms", "estimated"), Column("ms", "compiled"))
     cells = tuple((name, *map(milliseconds, seconds)) for name, *seconds in rows)
     unknown = ", ".join(f"{name} ({times} times)" for name, times in made["unknown_kernels"].items())
-    note = f"Counted by the memory they touch, as their work is not known: {unknown}." if unknown else ""
+    notes = [f"Counted by the memory they touch, as their work is not known: {unknown}."] if unknown else []
+    notes += ["XLA's own estimate is of tiles that were chosen without a GPU, and is no time of a step."] if xla else []
+    note = " ".join(notes)
     return Table("compared", "The step's formulas and its program", columns, cells, sums=1, note=note)
 
 

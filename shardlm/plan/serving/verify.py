@@ -117,7 +117,7 @@ def runner_of(plan: ServingPlan) -> Runner:
     shape, gpus = case.model.shape, plan.gpus_per_replica
     hosts, own = divmod(gpus, case.cluster.gpus_per_host)
     grid = (hosts, case.cluster.gpus_per_host) if hosts and not own else (1, gpus)
-    devices = topology(case.cluster.gpu.name, *grid)
+    devices = topology(case.cluster.gpu, *grid)
     speculative, kv_cache = case.engine.speculative_config, case.engine.kv_cache_dtype
     if speculative and speculative.method == "mtp":
         shape = dataclasses.replace(shape, mtp=case.model.mtp)
