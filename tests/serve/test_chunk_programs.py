@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
+from shardlm.layers.page_layout import PageLayout
 from shardlm.serve.chunk_programs import WHILE_WEIGHTS_ARE_READ, Cuts, dealt, sizes_of
+from shardlm.serve.runner_config import RunnerConfig
 
 SIZES = sizes_of(2048, 256)
 
@@ -18,6 +20,14 @@ def test_there_are_programs_of_few_and_of_many_rows():
     assert sizes_of(20, 3) == ((1, 20),)
     for rows, tokens in SIZES:
         assert rows * tokens <= 2048
+
+
+def test_no_program_is_longer_than_the_longest_request():
+    def made(longest: int) -> tuple:
+        return RunnerConfig(PageLayout.whole(1, 2), 4, 256, 2048, longest, 4).chunk_sizes
+
+    assert made(32) == SIZES[:4] and made(33)[-1][1] == 64
+    assert made(1024)[-1] == (2, 1024) and made(1025) == made(4096) == SIZES
 
 
 @pytest.mark.parametrize(
