@@ -52,16 +52,13 @@ class Compiled:
         return {match[1]: match[2].splitlines() for match in found}
 
     def layer_loops(self) -> list[list[str]]:
-        """Bodies of the loops over layers, forward and backward: those with attention in them, or in what they choose
-        from."""
+        """Bodies of the loops over layers, forward and backward: those that choose a way to attend, as documents that
+        attend a few rows at a time are in loops of their own; where none does, those with attention in them."""
         attends = {name for name, lines in self.computations.items() if any("__cudnn$fmha" in line for line in lines)}
         bodies = {name: self.computations[name] for name in re.findall(r"body=%?([\w.\-]+)", self.text)}
         chosen = re.compile(r"(?:branch_computations=\{|true_computation=)%?([\w.\-]+)")
-        named = {
-            name: attends & {name, *(m for line in lines for m in chosen.findall(line))}
-            for name, lines in bodies.items()
-        }
-        found = [bodies[name] for name, some in named.items() if some]
+        choose = {n for n, lines in bodies.items() if any(attends & set(chosen.findall(line)) for line in lines)}
+        found = [lines for name, lines in bodies.items() if name in (choose or attends)]
         assert found
         return found
 
