@@ -22,8 +22,8 @@ ROUNDS = 5
 GPU_SHAPES = ((1024,) * 3, (2048,) * 3, (4096,) * 3, (8192,) * 3, (8192, 4096, 14_336), (64, 4096, 14_336))
 CPU_SHAPES = ((8,) * 3, (64,) * 3, (256,) * 3, (512,) * 3, (1024,) * 3)  # the first takes what any kernel does
 GPU_WORK, CPU_WORK = 2e13, 2e9  # FLOPs of a timed call, about
-# Of float32 on a GPU: XLA tries out kernels of which some take seconds for more. All of a profile's products were not
-# measured after 90 s (H200).
+# Of float32 on a GPU, which began the profile when all of its products were not measured after 90 s, and of which a
+# training step was not compiled after 150 (H200): kernels that XLA tries out may be why.
 SLOW_WORK = 4096**3
 GPU_BYTES, CPU_BYTES = 2**30, 2**26  # of one array, well beyond any cache
 PASSES = {"scale": 2, "triad": 3}  # arrays that are read and written

@@ -49,6 +49,16 @@ def test_they_are_told_beside_what_is_planned():
     assert "fused kernels" not in said(wanted) and "--fused_products=on" in said(wanted)
 
 
+def test_they_are_planned_where_they_were_measured():
+    """On one Hopper, by seconds that were (benchmarks/results/gpu_h200.json)."""
+    auto, wanted = (ServingPlan.of(on(1, fused_products=how)) for how in ("auto", "on"))
+    assert auto.decode == wanted.decode and not auto.fused and "fused kernels" not in said(auto)
+    served = on(1, max_model_len=4096)
+    speed = Speed.of(served, serving_memory(served))
+    for rows, measured in ((1, 4.43e-3), (8, 4.77e-3), (64, 6.85e-3)):
+        assert speed.decode(rows, 637).seconds == pytest.approx(measured, rel=0.06)
+
+
 @pytest.mark.parametrize(("tensor", "rows", "kernels"), [(1, 8, 9), (1, 64, 9), (2, 8, 12), (4, 64, 12)])
 def test_kernels_of_a_layer(tensor, rows, kernels):
     """As tests/test_gpu_serving.py counts them; those over several devices were read from programs compiled by hand.
