@@ -334,6 +334,16 @@ def test_the_page_is_whole_loads_nothing_and_escapes(told):
         assert all(str(markupsafe.escape(cell.split("\n")[0])) in page for row in table.rows for cell in row)
 
 
+def test_bars_of_steps_are_as_wide_as_their_seconds():
+    """Those of a program too, in which communication slows kernels down."""
+    bars = pictures.steps(CHECKED)["bars"]
+    shown = [one[basis] for one in CHECKED["plans"] for basis in ("estimated", "compiled") if one[basis]]
+    seconds = [one["step_seconds"] for one in shown]
+    widths = [math.fsum(part["width"] for part in bar["parts"]) for bar in bars]
+    assert [bar["basis"] for bar in bars] == ["estimated", "compiled", "estimated"]
+    assert widths == pytest.approx([100 * one / max(seconds) / 1.02 for one in seconds])
+
+
 @pytest.mark.skipif(not BROWSER, reason="no Chromium here: SHARDLM_CHROMIUM=PATH names one")
 def test_a_person_looks_at_the_pictures(tmp_path):
     best = PIPELINED["1f1b"]

@@ -118,6 +118,7 @@ def steps(answer: Data) -> Data:
 
 _PROGRAM = (
     ("kernels and idle stages", "rests", "compute_seconds"),
+    ("slowed by communication", "rests part1", "contention_seconds"),
     ("exposed communication", "besides", "exposed_seconds"),
 )
 
