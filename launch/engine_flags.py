@@ -32,7 +32,7 @@ _KV_CACHE = flags.DEFINE_enum(
     "Of keys and values that are kept; auto: dtype; fp8 and fp8_e4m3 are the same.",
 )
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
-_BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens of a page.", lower_bound=1)
+_BLOCK_SIZE = flags.DEFINE_integer("block_size", None, "Tokens of a page; by default 16, on a CPU 64.", lower_bound=1)
 _MEMORY = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of a GPU's memory that is used.")
 _CACHE_GIB = flags.DEFINE_float("kv_cache_gib", None, "Of all pages; by default what is left, on a CPU 1.", 1e-6)
 _MAX_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Requests at once; by default 256, on a CPU 32.", lower_bound=1)

@@ -58,12 +58,13 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     from shardlm.plan.serving.case import ServedModel, ServingCase
     from shardlm.serve.bench.image_work import size_of
     from shardlm.serve.engine_config import EngineConfig
+    from shardlm.serve.entries import paged
     from shardlm.train.config import RunConfig
 
     named = isinstance(source, RunConfig)
     options = engine_options()
     length = options["max_model_len"] or 0
-    engine = EngineConfig(mesh=MeshSpec(**fixed_axes()), **options)
+    engine = paged(EngineConfig(mesh=MeshSpec(**fixed_axes()), **options), "gpu")
     sees = engine.max_images != 0
     model = ServedModel.of_config(source, config_name()) if named else ServedModel.of_folder(source, length, sees)
     draft = ServedModel.drafting(options["speculative_config"], length)

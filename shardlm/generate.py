@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from shardlm.errors import ShardlmError
 from shardlm.layers.context import MEMORIES, TEXTS, Pages
-from shardlm.layers.page_layout import PageLayout, layout_of_rows, page_size_for
+from shardlm.layers.page_layout import PageLayout, layout_of_rows, page_size_for, usual_page_size
 from shardlm.layers.paged import Paged
 from shardlm.ops.kv_format import held, order_of, pool_names, pool_shape
 from shardlm.ops.sampling import sample
@@ -101,7 +101,7 @@ def generate(
 def _one_text(model: ModelDef, length: int) -> tuple[PageLayout, np.ndarray, int]:
     """The pages of one text of so many tokens, all of which are kept: (layout, table [1, groups * W], page size)."""
     shape, own = model.config, len(set(model.config.sources))
-    size = page_size_for(shape.rows, PAGE_SIZE)
+    size = page_size_for(shape.rows, usual_page_size(jax.sharding.get_mesh().devices.flat[0].platform))
     width = -(-length // size)
     if shape.compressed:
         layout = layout_of_rows(shape.rows, 0, length, size, length)

@@ -16,10 +16,21 @@ from shardlm.ops.kv_format import SCALE, from_bits, numbers_each, order_of, pack
 
 PagedAttention = Literal["blocked", "pallas"]
 
-# Positions that are gathered and attended to at a time: of chunks, and of rows that decode, so many of them together.
-# 8 and 32 rows of 768 x 12 layers at position 160, two quiet cores, ms a step: 30.1 and 67.2 by 32 positions, 28.2 and
-# 63.0 by 64, 31.8 and 73.7 by 128, of which more lie beyond a row's end. With 1, 2, 4 or 8 rows together the same.
-CHUNK_BLOCK, DECODE_BLOCK, DECODE_ROWS = 128, 64, 8
+# Positions that are gathered and attended to at a time: of chunks and of rows that decode, of these with small pages;
+# so many rows together; and positions of pages that are not put together again.
+#
+# What XLA:CPU makes of a block's gather takes most of it: numbers of small pages, put together head by head, 0.46 to
+# 0.64 ns each and thread, those of a page of 64 as it lies 0.26, which is what the memory gives. Attention of 12 layers
+# of 12 heads, 4 of keys, over 8 and 32 rows, two quiet cores, ms a step at position 60, 160, 500 and 900:
+#
+# - pages of 16, blocks of 64:    2.5, 6.1, 15.1, 26.9 and 8.4, 32, 64, 106
+# - pages of 64, blocks of 64:    2.0, 4.7, 11.4, 20.6 and 6.2, 17, 42, 76
+# - pages of 64, blocks of 128:   3.3, 6.1, 11.8, 22.8 and 12, 24, 49, 121 put together, 2.5, 4.3, 8.0, 15.4 and 8.6,
+#   16, 29, 55 apart
+# - pages of 128, blocks of 128:  2.6, 4.5, 8.7, 16.3 and 8.5, 16, 30, 58
+#
+# With 1, 2, 4 or 8 rows together the same (pages of 16).
+CHUNK_BLOCK, DECODE_BLOCK, SMALL_PAGES_BLOCK, DECODE_ROWS, APART = 128, 128, 64, 8, 64
 
 
 def choose(platform: str) -> PagedAttention:
@@ -199,11 +210,11 @@ class _Pools:
         """Whether keys lie [pages, K, H, page_size]; else they do as values, [pages, K, page_size, H]."""
         return order_of("k", self.k.dtype, "blocked").endswith("hs")
 
-    @property
-    def letters(self) -> tuple[str, str]:
-        """Of the keys and of the values of a block."""
-        of_k = "bkhs" if self.turned else "bksh"
-        return of_k, of_k if self.v is None else "bksh"
+    def letters(self, apart: bool) -> tuple[str, str]:
+        """Of the keys and of the values of a block, its pages apart or put together."""
+        b = "bp" if apart else "b"
+        of_k = f"{b}khs" if self.turned else f"{b}ksh"
+        return of_k, of_k if self.v is None else f"{b}ksh"
 
     @property
     def page_size(self) -> int:
@@ -218,21 +229,27 @@ class _Pools:
         """Numbers of a value."""
         return self.value_dim if self.v is None else self.v.shape[3] * numbers_each(self.v)
 
-    def block(self, pages: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Keys and values at the S positions of pages int32 [B, n], rounded to `dtype`, float32 in the order of
+    def block(self, pages: jax.Array, dtype: jnp.dtype, apart: bool) -> tuple[jax.Array, jax.Array]:
+        """Keys and values at the positions of pages int32 [B, n], rounded to `dtype`, float32 in the order of
         `letters`."""
-        k = self._gathered(self.k, self.k_scale, pages, dtype, self.turned)
+        k = self._gathered(self.k, self.k_scale, pages, dtype, apart, self.turned)
         if self.v is not None:
-            return k, self._gathered(self.v, self.v_scale, pages, dtype, False)
-        return k, k[:, :, : self.value_dim] if self.turned else k[..., : self.value_dim]
+            return k, self._gathered(self.v, self.v_scale, pages, dtype, apart, False)
+        return k, k[..., : self.value_dim, :] if self.turned else k[..., : self.value_dim]
 
-    def _gathered(self, pool, scale, pages: jax.Array, dtype: jnp.dtype, turned: bool) -> jax.Array:
+    def _gathered(self, pool, scale, pages: jax.Array, dtype: jnp.dtype, apart: bool, turned: bool) -> jax.Array:
         held = numbers_of(self._taken(pool, pages), None if scale is None else self._taken(scale, pages), dtype)
-        held = jnp.einsum("bpkhs->bkhps" if turned else "bpksh->bkpsh", held.astype(jnp.float32))
+        held = held.astype(jnp.float32)
+        if apart:
+            return held
+        held = jnp.einsum("bpkhs->bkhps" if turned else "bpksh->bkpsh", held)
         return held.reshape(*held.shape[:3], -1) if turned else held.reshape(*held.shape[:2], -1, held.shape[4])
 
     def _taken(self, pool: jax.Array, pages: jax.Array) -> jax.Array:
-        return pool[pages] if self.head is None else jnp.take(pool[pages], self.head[None], axis=2)
+        """Whole pages, each a row of numbers: XLA:CPU works out where each number of a gather lies."""
+        rows = pool.reshape(pool.shape[0], -1)[pages.reshape(-1)]
+        held = rows.reshape(*pages.shape, *pool.shape[1:])
+        return held if self.head is None else jnp.take(held, self.head[None], axis=2)
 
 
 def _blocked(
@@ -251,9 +268,10 @@ def _blocked(
     chunk: int,
 ) -> jax.Array:
     """All rows at once."""
-    B, T, N, _ = q.shape
+    B, T, N, H = q.shape
     page_size, width, K = pools.page_size, page_table.shape[1], pools.num_kv_heads
-    block_size = DECODE_BLOCK if T == 1 else CHUNK_BLOCK
+    apart = T == 1 and page_size >= APART
+    block_size = CHUNK_BLOCK if T > 1 else DECODE_BLOCK if apart else SMALL_PAGES_BLOCK
     per_block = min(width, max(1, block_size // page_size))
     size = per_block * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
@@ -261,25 +279,31 @@ def _blocked(
         chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, table.shape[1] * page_size - chosen.shape[2])))
     # In the order of the scores, or XLA turns their product around; and in float32, which is the same product, exact:
     # XLA:CPU has none of bfloat16 for every order of dimensions.
-    grouped = jnp.einsum("btkgh->bkgth", q.reshape(B, T, K, N // K, q.shape[3])).astype(jnp.float32)
-    of_k, of_v = pools.letters
+    grouped = jnp.einsum("btkgh->bkgth", q.reshape(B, T, K, N // K, H)).astype(jnp.float32)
+    (of_k, of_v), b = pools.letters(apart), "b"
+    over = (4,)  # the dimensions of scores that are summed over
+    if apart:
+        grouped, b, over = jnp.broadcast_to(grouped[:, None], (B, per_block, *grouped.shape[1:])), "bp", (1, 5)
 
     def block(i, carry):
         largest, total, out = carry
-        k, v = pools.block(jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1), q.dtype)
-        scores = jnp.einsum(f"bkgth,{of_k}->bkgts", grouped, k) * scale
+        k, v = pools.block(jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1), q.dtype, apart)
+        scores = jnp.einsum(f"{b}kgth,{of_k}->{b}kgts", grouped, k) * scale
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
         reach = _reach(positions, window, chunk, table.shape[1] * page_size)
         mask = _sees(positions, until, i * size + jnp.arange(size), reach)
         if chosen is not None:
             mask &= jax.lax.dynamic_slice_in_dim(chosen, i * size, size, axis=2)
-        mask = mask[:, None, None]
-        new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=-1))
-        weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0)
+        if apart:
+            mask = jnp.einsum("btps->bpts", mask.reshape(B, T, per_block, page_size))
+        mask = mask[..., None, None, :, :]
+        new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=over))
+        weights = jnp.where(mask, jnp.exp(scores - jnp.expand_dims(new, over)), 0)
         keep = jnp.exp(largest - new)
-        update = jnp.einsum(f"bkgts,{of_v}->bkgth", weights.astype(q.dtype).astype(jnp.float32), v)
-        return new, total * keep + weights.sum(axis=-1), out * keep[..., None] + update
+        update = jnp.einsum(f"{b}kgts,{of_v}->{b}kgth", weights.astype(q.dtype).astype(jnp.float32), v)
+        update = update.sum(axis=1) if apart else update
+        return new, total * keep + weights.sum(axis=over), out * keep[..., None] + update
 
     shape = (B, K, N // K, T)
     if sinks is None:

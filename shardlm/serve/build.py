@@ -30,7 +30,7 @@ from shardlm.serve.compiling import compile_all
 from shardlm.serve.deterministic import DeterministicRunner
 from shardlm.serve.engine import Engine
 from shardlm.serve.engine_config import EngineConfig
-from shardlm.serve.entries import fitted
+from shardlm.serve.entries import fitted, paged
 from shardlm.serve.facts import ModelFacts
 from shardlm.serve.few_bits import few_bits_of
 from shardlm.serve.followers import refuse_second
@@ -95,7 +95,7 @@ def build(
         speculative.check_room(length)
         _check_processes(speculative, config.mesh.pipeline if several else 1)
     refuse(shape)
-    config = fitted(config, shape)
+    config = fitted(paged(config, (devices or jax.devices())[0].platform), shape)
     shape.check_stages(config.mesh.pipeline)
     modules = wants_modules(speculative, shape, path)
     dtype = config.dtype
@@ -166,6 +166,7 @@ def assemble(
     """The engine of a model that is opened for decoding on the mesh of one replica, whose parameters it takes over, of
     its draft model and of its encoder of images."""
     meshes, speculative = submeshes(config.mesh, devices), config.speculative_config
+    config = paged(config, opened.mesh.devices.flat[0].platform)
     adapters = AdapterTable(config.room, opened.source)
     with jax.set_mesh(opened.mesh):
         model, params = with_room(opened.model, opened.params, adapters.room)

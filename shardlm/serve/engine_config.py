@@ -32,7 +32,7 @@ class EngineConfig:
                             one on GPUs, the last on a CPU
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
     max_model_len           tokens of prompt and reply together; None: what the model was made for
-    block_size              tokens of a page
+    block_size              tokens of a page; None: 16, on a CPU 64
     gpu_memory_utilization  share of what jax may take of a GPU (use_memory) for weights, pages and what programs need
     kv_cache_bytes          of all pages, over all devices; None: what is left of a GPU's memory, 1 GiB on a CPU
     max_num_seqs            requests that run at once, of each replica; None: 256, on a CPU 32
@@ -63,7 +63,7 @@ class EngineConfig:
     quantization: str | None = None
     kv_cache_dtype: KvFormat = "auto"
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
     max_num_seqs: int | None = None

@@ -4,16 +4,22 @@ import dataclasses
 import logging
 
 from shardlm.errors import ShardlmError
-from shardlm.layers.page_layout import page_size_for
+from shardlm.layers.page_layout import page_size_for, usual_page_size
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.serve.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 
 
+def paged(config: EngineConfig, platform: str) -> EngineConfig:
+    """The options with a size of pages, which is the platform's where they say none."""
+    return dataclasses.replace(config, block_size=config.block_size or usual_page_size(platform))
+
+
 def fitted(config: EngineConfig, shape: TransformerConfig) -> EngineConfig:
-    """The options with pages so large that those of entries end where windows of all layers do, which the log says.
-    Raises ShardlmError for a cache in 8 bits: what compressors read of a token is kept beside keys, and has no scale.
+    """The options, which say how large pages are (`paged`), with pages so large that those of entries end where windows
+    of all layers do, which the log says. Raises ShardlmError for a cache in 8 bits: what compressors read of a token is
+    kept beside keys, and has no scale.
     """
     if not shape.compressed:
         return config

@@ -16,7 +16,7 @@ _COUNTS += ("max_loras", "max_lora_rank")
 _TEXTS = ("dtype", "quantization", "kv_cache_dtype", "prefill_attention", "fused_products")
 _SWITCHES = ("enable_prefix_caching", "deterministic", "enable_lora")
 _OPTIONAL = {"dtype", "quantization", "max_model_len", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"}
-_OPTIONAL |= {"max_lora_rank"}  # None is their default
+_OPTIONAL |= {"max_lora_rank", "block_size"}  # None is their default
 LARGEST = 2**31 - 1  # what an integer on the device holds
 
 

@@ -17,6 +17,7 @@ from shardlm.ops.paged_kernel import pallas
 from shardlm.ops.paged_sizes import sizes_of
 
 PAGE, WIDTH = 4, 160  # 640 positions: five blocks of a loop, two parts of the kernel's
+LARGE = 64  # of which `blocked` leaves pages as they lie
 IMPLEMENTATIONS = {"blocked": blocked, "pallas": functools.partial(pallas, interpret=True)}
 
 
@@ -25,13 +26,13 @@ def laid(pools: dict, name: str) -> dict:
     return {entry: jnp.einsum(f"pskh->{order_of(entry, pool.dtype, name)}", pool) for entry, pool in pools.items()}
 
 
-def inputs(heads: int, kv_heads: int, length: int, ends: tuple[int, ...], width: int = 8, seed: int = 0):
+def inputs(heads: int, kv_heads: int, length: int, ends: tuple[int, ...], width: int = 8, page: int = PAGE):
     """Queries at the last `length` positions of rows that end at `ends`, and pools filled with noise."""
-    rng = np.random.default_rng(seed)
-    rows, pages = len(ends), len(ends) * WIDTH + 1
+    rng, each = np.random.default_rng(0), WIDTH * PAGE // page
+    rows, pages = len(ends), len(ends) * each + 1
     q = rng.normal(size=(rows, length, heads, width)).astype(np.float32)
-    k, v = (rng.normal(size=(2 * pages, PAGE, kv_heads, width)).astype(np.float32) for _ in range(2))
-    table = rng.permutation(np.arange(1, pages)).reshape(rows, WIDTH).astype(np.int32)
+    k, v = (rng.normal(size=(2 * pages, page, kv_heads, width)).astype(np.float32) for _ in range(2))
+    table = rng.permutation(np.arange(1, pages)).reshape(rows, each).astype(np.int32)
     positions = np.stack([np.maximum(np.arange(end - length, end), 0) for end in ends]).astype(np.int32)
     return q, k, v, table, positions, np.int32(pages)
 
@@ -61,13 +62,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name, page", [*((name, PAGE) for name in IMPLEMENTATIONS), ("blocked", LARGE)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_implementations_equal_the_reference(shape, name):
+def test_implementations_equal_the_reference(shape, name, page):
     heads, kv_heads, length, width, options = SHAPES[shape]
     options = dict(options)
     ends = (640, 20, 300, 0) * 3
-    q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, ends[: options.pop("rows", 4)], width))
+    q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, length, ends[: options.pop("rows", 4)], width, page))
     how, head, value_dim = (options.pop(key, None) for key in ("how", "head", "value_dim"))
     options |= until(rest[1], *options.pop("ahead", ()))
     if options.pop("sinks", False):
@@ -91,6 +92,16 @@ def test_implementations_equal_the_reference(shape, name):
     found = jax.jit(lambda q, held: IMPLEMENTATIONS[name](q, held["k"], held.get("v"), *rest, 0.3, **options))(q, held)
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, atol=2e-6)  # sums in another order
+
+
+@pytest.mark.parametrize("page", [PAGE, LARGE])
+def test_positions_that_are_chosen_are_those_of_a_window(page):
+    q, k, v, table, positions, first = map(jnp.asarray, inputs(4, 2, 1, (640, 20, 300), page=page))
+    expected = jax.jit(lambda q: reference(q, k, v, table, positions, first, 0.3, 70))(q)
+    k, v = laid({"k": k, "v": v}, "blocked").values()
+    chosen = positions[..., None] - jnp.arange(640) < 70
+    found = jax.jit(lambda q: blocked(q, k, v, table, positions, first, 0.3, chosen=chosen))(q)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 # Of so many rows that a block of keys which all of them see is not masked.
@@ -195,11 +206,11 @@ def test_what_is_chosen():
     assert implementation("blocked") is blocked and implementation("pallas") is pallas
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_row_does_not_depend_on_the_others(name):
+@pytest.mark.parametrize("name, length, page", [*((name, 3, PAGE) for name in IMPLEMENTATIONS), ("blocked", 1, LARGE)])
+def test_a_row_does_not_depend_on_the_others(name, length, page):
     """Bit for bit: beside longer rows, in another place of the batch, over other pages; the kernel's also in a batch of
     another size, of as few programs that parts have as many keys."""
-    q, k, v, table, positions, first = inputs(4, 2, 3, (20, 21, 22, 23))
+    q, k, v, table, positions, first = inputs(4, 2, length, (20, 21, 22, 23), page=page)
     k, v = laid({"k": k, "v": v}, name).values()
     run = jax.jit(lambda *a: IMPLEMENTATIONS[name](*a, 0.3))
     alone = run(q, k, v, table, positions, first)

@@ -29,7 +29,7 @@ from shardlm.precision import COMPUTE_DTYPE
 from shardlm.published_weights import as_published, kinds_of, not_published
 from shardlm.serve.bench.workload import check_shared
 from shardlm.serve.engine_config import EngineConfig
-from shardlm.serve.entries import fitted
+from shardlm.serve.entries import fitted, paged
 from shardlm.serve.snapshots import LEAST
 from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.speculation.eagle_files import Head, describe_head
@@ -139,7 +139,7 @@ class ServingCase:
                 "a serving plan is by the table of GPUs and takes no measured profile: give --gpu=NAME instead of "
                 "--profile or --gpu=local"
             )
-        object.__setattr__(self, "engine", fitted(self.engine, self.model.shape))  # as the engine takes its options
+        object.__setattr__(self, "engine", fitted(paged(self.engine, "gpu"), self.model.shape))  # as engines
         if self.prompt_len < 1 or self.output_len < 1:
             raise ShardlmError(
                 f"prompt_len={self.prompt_len} and output_len={self.output_len}: a request has at least 1 token of each"
