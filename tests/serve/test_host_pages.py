@@ -227,7 +227,7 @@ def test_the_pool_of_the_host_has_what_is_asked_for_unless_said(monkeypatch, tmp
 def test_none_are_taken_where_prefixes_cannot_be_cached():
     """Linear attention without room for copies of what it remembers (serve/memories.py)."""
     layouts = [PageLayout.whole(4, 1, memories=(0, 1, 2))]
-    config = EngineConfig(kv_offloading_size=1, kv_cache_bytes=2**30, max_num_seqs=2)
+    config = EngineConfig(kv_offloading_size=1, kv_cache_bytes=2**30, max_num_seqs=2, block_size=16)
     for slot, kept in ((2**20, True), (2**28, False)):
         sizes, *_ = pool_size.sized(layouts, [2**16], None, 4096, config, 1, [slot])
         assert (sizes.bundles > 0) == (sizes.snapshots > 0) == kept
