@@ -10,6 +10,7 @@ from shardlm.layers.pooled_indexer import PooledIndexerConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.ops.schemes import SCHEMES
+from shardlm.optim import ELEMENTWISE
 from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.adapted import ALL, WAITING
 from shardlm.plan.linear_attention import Rule
@@ -47,6 +48,12 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         ),
         "moments in 8 bits in the host's memory needed 8% more on one GPU (Llama 3 8B, rows of 8,192)": (
             config.optim.moments == "int8" and config.offload.optimizer and sketch.num_gpus == 1
+        ),
+        "weights on the host were compared in dense models over fsdp and context with remat=full and one microbatch "
+        "alone": config.offload.params
+        and (_other_than(sketch, "context") or any(block.mlp.num_experts for block in shape.kinds)),
+        "what muon and adafactor bring from the host at once was compared in one program, on one GPU": (
+            config.offload.optimizer and config.optim.name not in ELEMENTWISE
         ),
         "muon was not compared with latent attention": (config.optim.name == "muon" and _latent(sketch)),
         "remat=none with tensor copies what several rows keep whole, one array at a time or two: up to 6% more "

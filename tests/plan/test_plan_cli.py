@@ -39,7 +39,7 @@ def test_what_the_command_line_says_of_a_searched_field_holds_as_a_constraint_do
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("--gpu=h100", "--num_gpus=8", "--verify=0"), 2, "num_gpus=16  "),
+        (("--gpu=h100", "--num_gpus=4", "--verify=0"), 2, "num_gpus=8  "),
         (("--gpu=h1000", "--num_gpus=8"), 1, "did you mean h100?"),
         (("--gpu=h100", "--num_gpus=8", "--mesh.tensr=2"), 1, "did you mean mesh.tensor?"),
         (("--gpu=h100", "--num_gpus=8", "--report=nowhere/plan.html"), 1, "in a folder that exists"),
