@@ -62,6 +62,8 @@ _SERVE = flags.DEFINE_bool("serve", False, "Plan serving the model, with the fla
 _MODEL = flags.DEFINE_string("model", None, "With --serve: a Hugging Face folder, config.json or *.gguf, not --config.")
 _VALIDATE = flags.DEFINE_bool("validate", False, "Predict published measurements and print the errors, instead.")
 
+OF_WHATIF = dict.fromkeys(("target", "sweep"), "python -m launch.whatif has it, with the same configuration")
+
 
 def main(resolved: Resolved, words: list[str]) -> int:
     from shardlm.plan.answer import answer
@@ -189,7 +191,8 @@ if __name__ == "__main__":
     if "--serve" in sys.argv:
         import launch.plan_serve_flags  # noqa: F401  its flags
 
-        run(serving, needs_config=any(word.startswith("--config=") for word in sys.argv))
+        with_config = any(word.startswith("--config=") for word in sys.argv)
+        run(serving, needs_config=with_config, other_names=OF_WHATIF)
     if any(word.startswith("--model") for word in sys.argv) and not any(w.startswith("--config=") for w in sys.argv):
         run(_refuse_model, needs_config=False)
-    run(lambda resolved: main(resolved, CONSTRAINTS))
+    run(lambda resolved: main(resolved, CONSTRAINTS), other_names=OF_WHATIF)

@@ -1,7 +1,6 @@
 """The flags of a serving plan, beside those of the engine."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -55,6 +54,7 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     its config.json; `cluster` a plan.cluster.Cluster; a plan.target.ServingTarget says rate and lengths instead of
     their flags. Raises ShardlmError for what cannot be."""
     from shardlm.mesh import MeshSpec
+    from shardlm.plan.asked import check_size
     from shardlm.plan.serving.case import ServedModel, ServingCase
     from shardlm.serve.bench.image_work import size_of
     from shardlm.serve.engine_config import EngineConfig
@@ -71,7 +71,9 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
     asked = {flag.name: flag.value for flag in (_PROMPT, _OUTPUT, _RATE)}
     if target:
         _check_target(target)
-        asked |= {name: value for name, value in dataclasses.asdict(target).items() if value}
+        check_size(target.size, model.shape)
+        said = {flag.name: getattr(target, flag.name) for flag in (_PROMPT, _OUTPUT, _RATE)}
+        asked |= {name: value for name, value in said.items() if value}
     if _FILE.value:
         asked |= _listed(source, model, engine)
     asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "attainment": _ATTAINMENT.value}

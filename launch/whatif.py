@@ -4,8 +4,8 @@ estimates, and no GPU is needed; launch.plan compiles a plan.
 python -m launch.whatif --config=configs/llama3_70b.py --gpu=h100 --sweep=num_gpus=64,128,256,512 --png=sweep.png
 python -m launch.whatif --config=configs/llama3_70b.py --num_gpus=256 --sweep=gpu=a100,h100,h200,b200 '--mesh.tensor<=8'
 python -m launch.whatif --config=configs/llama3_8b.py --profile=machine.json --sweep=num_gpus=8,16,32
-python -m launch.whatif --config=configs/llama3_70b.py --target='2T tokens in 30 days' --clusters=aws-p5,gcp-a3-mega
-python -m launch.whatif --serve --model=FOLDER --target='500 requests/s at 2k in, 200 out' --ttft_seconds=2
+python -m launch.whatif --config=configs/llama3_70b.py --target='train 70B on 2T tokens in 30 days' --clusters=aws-p5
+python -m launch.whatif --serve --model=FOLDER --target='serve 500 requests/s at 2k in, 200 out' --ttft_seconds=2
 python -m launch.whatif --serve --model=FOLDER --gpu=h100 --num_gpus=8 --sweep=prompt_len=512,2048,8192
 """
 
@@ -124,11 +124,13 @@ def _sweep(config, constraints, hardware) -> int:
 def _advise(config, constraints, hardware) -> int:
     from shardlm.plan.advice import SYSTEMS, advise
     from shardlm.plan.advice_output import to_json, to_text
+    from shardlm.plan.asked import check_size
     from shardlm.plan.target import TrainingTarget, parse_target
 
     target = parse_target(_TARGET.value)
     if not isinstance(target, TrainingTarget):
         raise ShardlmError(f"target {_TARGET.value!r} is one of serving; add --serve")
+    check_size(target.size, config.model.transformer())
     found = advise(
         config,
         target,

@@ -19,6 +19,7 @@ from shardlm.rules import Table
 
 Optimizer = Literal["adamw", "lion", "adafactor", "muon", "sgd"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
+ELEMENTWISE = ("adamw", "lion", "sgd")  # that treat every number alone
 HEADS = ("heads", "kv_heads", "kv_heads_whole")  # names of a dimension that counts heads
 ENCODER = "encoder"  # among trained parameters: those of an encoder of images (train/learned_encoder.py)
 

@@ -29,7 +29,7 @@ class Shared:
         train, pipeline = config.train, config.pipeline  # by their fields: hashing whole ones took as long as the rest
         key = tuple(config.mesh.sizes().values())
         key += config.rules, pipeline.schedule, pipeline.rounds, train.global_batch, train.accumulation
-        key += config.matmul, config.remat, config.offload.optimizer, config.optim.moments
+        key += config.matmul, config.remat, config.optim.moments, config.offload.optimizer, config.offload.params
         key += config.unroll, *programs_of(cluster)
         found = self._sketches.get(key)
         if found is None:

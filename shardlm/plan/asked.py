@@ -7,10 +7,13 @@ from typing import Any
 from shardlm.clusters import Fabric
 from shardlm.errors import ShardlmError
 from shardlm.hardware_file import SHIPPED, load_hardware
+from shardlm.models.transformer_config import TransformerConfig
 from shardlm.network.profile import load_profile, save_profile
 from shardlm.plan.budget import Budget
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.local import cluster_of_profile, measure_here
+from shardlm.plan.sketch import active_parameters, parameters_of
+from shardlm.plan.target import Size
 from shardlm.prices import PRICES, price_of
 from shardlm.train.config import RunConfig
 
@@ -20,6 +23,14 @@ Say = Callable[[str], Any]  # is told of work that takes long as it begins
 
 def silent(_: str) -> None:
     """For who wants to hear nothing."""
+
+
+def check_size(size: Size | None, shape: TransformerConfig) -> None:
+    """Raises ShardlmError where a target names a model's size and this one has another, in all its weights and in those
+    that a token takes part in; modules that predict further tokens count in neither."""
+    if size:
+        alone = shape.without_mtp()
+        size.check(parameters_of(alone), active_parameters(alone))
 
 
 def cluster_of(

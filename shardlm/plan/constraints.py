@@ -17,7 +17,8 @@ from shardlm.train.config import PipelineSchedule
 
 FIELDS = (
     *(f"mesh.{axis}" for axis in AXES),
-    *("rules", "remat", "matmul", "train.accumulation", "pipeline.schedule", "pipeline.rounds", "offload.optimizer"),
+    *("rules", "remat", "matmul", "train.accumulation", "pipeline.schedule", "pipeline.rounds"),
+    *("offload.optimizer", "offload.params"),
     "optim.moments",
     "unroll",
 )
@@ -27,6 +28,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "matmul": get_args(Matmul),
     "pipeline.schedule": get_args(PipelineSchedule),
     "offload.optimizer": ("true", "false"),
+    "offload.params": ("true", "false"),
     "optim.moments": get_args(Moments),
 }
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}

@@ -10,6 +10,7 @@ from shardlm.layers.pooled_indexer import PooledIndexerConfig
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.ops.schemes import SCHEMES
+from shardlm.optim import ELEMENTWISE
 from shardlm.plan.activations import Kinds, exchanges
 from shardlm.plan.adapted import ALL, WAITING
 from shardlm.plan.linear_attention import Rule
@@ -20,6 +21,7 @@ SCORES = 0.035  # part of all bytes above which scores of XLA's attention decide
 ROOM = 0.92  # of a GPU's memory (DeepSeek V3 with accumulation=4 takes 0.87 by the estimate, and 8% less compiled)
 UNSURE = 0.05  # of all bytes
 FEW = 2048  # tokens of a GPU and microbatch, of adapters
+SMALL = 2**20  # numbers that a layer's last product gives: 64 tiles of 128 x 128, for half of a GPU's multiprocessors
 TOKENS = 65_536  # of a GPU and microbatch: as many as recorded runs that are within 5% have
 
 
@@ -42,11 +44,20 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
             zeros > UNSURE * nbytes and config.remat == "full" and not exchanges(sketch)
         ),
         f"a GPU has {sketch.tokens:,.0f} tokens at a time, more than in any recorded run": sketch.tokens > TOKENS,
+        # tiny_hybrid: two products of 512 tokens give f32[4,512,128], four parts of each sum.
+        "XLA splits the sums of small products and keeps their parts: 7 to 11% more (6 small models in float32; two on "
+        "one GPU each needed 17 and 27% less)": sketch.tokens * shape.embed_dim < SMALL,
         "muon is up to 6% off where experts see the tokens of all devices (Mixtral, 8 layers, fsdp=4 x expert=2)": (
             config.optim.name == "muon" and "gather" in exchanges(sketch)
         ),
         "moments in 8 bits in the host's memory needed 8% more on one GPU (Llama 3 8B, rows of 8,192)": (
             config.optim.moments == "int8" and config.offload.optimizer and sketch.num_gpus == 1
+        ),
+        "weights on the host were compared in dense models over fsdp and context with remat=full and one microbatch "
+        "alone": config.offload.params
+        and (_other_than(sketch, "context") or any(block.mlp.num_experts for block in shape.kinds)),
+        "what muon and adafactor bring from the host at once was compared in one program, on one GPU": (
+            config.offload.optimizer and config.optim.name not in ELEMENTWISE
         ),
         "muon was not compared with latent attention": (config.optim.name == "muon" and _latent(sketch)),
         "remat=none with tensor copies what several rows keep whole, one array at a time or two: up to 6% more "

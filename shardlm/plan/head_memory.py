@@ -73,7 +73,7 @@ def zeros_behind(sketch: Sketch, parts: Parts) -> float:
     if sketch.mesh.pipeline > 1 or not sketch.loops:
         return 0
     if _zeros_later(sketch):
-        return parts.resting
+        return parts.added
     gathered = parts.gathers and not sketch.config.offload.params and not sketch.adapters
     if not gathered or sketch.config.remat not in ("full", "offload"):
         return 0

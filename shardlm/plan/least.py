@@ -21,9 +21,9 @@ from shardlm.plan.plan import Plan
 from shardlm.plan.program_traffic import moved_of, together, weights_traffic
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.traffic import Sent
-from shardlm.plan.ways import PRESETS, REMATS, by_schedule, keeps
+from shardlm.plan.ways import PRESETS, REMATS, away_in, by_schedule, keeps
 from shardlm.train.check import fills_stages, splits_batch
-from shardlm.train.config import RunConfig
+from shardlm.train.config import OffloadConfig, RunConfig
 from shardlm.train.settled import check_sizes
 
 NEARLY = 0.99  # of it: the same sums in another order
@@ -65,7 +65,7 @@ class Least:
         bound: Bound,
         meshes: Sequence[RunConfig],
         constraints: Constraints,
-        offload: Sequence[bool],
+        offload: Sequence[OffloadConfig],
     ):
         self._known, self._cluster = known, known.cluster
         self._bound, self._constraints, self._offload = bound, constraints, offload
@@ -100,7 +100,7 @@ class Least:
     def may_fit(self, variants: Sequence[RunConfig], kept: dict[str, Any]) -> bool:
         """Whether ways that keep that much fit with the most or the fewest microbatches on any mesh with these inner
         axes: of each preset on the one that splits weights most. Where none runs they may."""
-        remat, away = kept["remat"], kept["offload"].optimizer
+        remat, away = kept["remat"], away_in(kept["offload"])
         key = (inner(variants[0]), variants[0].pipeline, variants[0].matmul, remat, away)
         if key not in self._may_fit:
             ends = [changed(one, **kept) for one in dict.fromkeys((variants[0], variants[-1])) if self._divides(one)]
@@ -205,4 +205,4 @@ def _nearest(config: RunConfig) -> RunConfig:
 
 
 def _way(config: RunConfig) -> tuple:
-    return config.pipeline, config.matmul, config.remat, config.offload.optimizer
+    return config.pipeline, config.matmul, config.remat, *away_in(config.offload)

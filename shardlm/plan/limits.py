@@ -28,7 +28,8 @@ RELIEF = {
     "tensor": "a smaller mesh.tensor makes it less",
     "context": "a smaller mesh.context makes it less",
     "expert": "a smaller mesh.expert, inside a host, makes it less",
-    "host": "state that stays on more GPUs (offload.optimizer=false), or inputs made again (remat=full), make it less",
+    "host": "state that stays on more GPUs (offload.optimizer=false, offload.params=false), or inputs made again "
+    "(remat=full), make it less",
     "pipeline": "fewer pipeline.rounds or stages make it less",
 }
 

@@ -30,6 +30,8 @@ class Parts:
     dense    of the layer with most of them, all but experts
     around   float32 of embedding and head where they rest
     between  float32 of all trained weights where they rest between steps
+    added    what layers' gradients are added to: as `resting`; of a copy of weights that rest on the host in its type
+    copied   that copy, of all layers, by which they compute; 0: there is none
     gathers  whether layers gather their weights
     """
 
@@ -42,6 +44,8 @@ class Parts:
     dense: float
     around: float
     between: float
+    added: float
+    copied: float
     gathers: bool
 
     @classmethod
@@ -54,6 +58,7 @@ class Parts:
         used, experts = held.used, held.experts
         # Experts' of all layers at once only where a loop takes each layer's out of all (MiniMax: 4 layers, compiled).
         turned = held.turned + held.experts_turned / (1 if sketch.loops else sum(layers))
+        copied = held.resting * itemsize(sketch) / MASTER if sketch.config.offload.params else 0
         return cls(
             layers=_layers(sketch),
             resting=held.resting,
@@ -64,6 +69,8 @@ class Parts:
             dense=max((n - own) / depth for n, own, depth in zip(used, experts, layers, strict=True)),
             around=held.around,
             between=held.between,
+            added=copied or held.resting,
+            copied=copied,
             gathers=held.gathers,
         )
 

@@ -29,11 +29,12 @@ from shardlm.plan.ways import (
     laid_out,
     layers_in_stages,
     moments_allowed,
+    places,
     variants_of,
 )
 from shardlm.rules import BATCH_AXES
 from shardlm.train.check import check_pipeline
-from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+from shardlm.train.config import OffloadConfig, PipelineConfig, RunConfig, TrainConfig
 from shardlm.train.replicas import apart
 from shardlm.train.settled import check_sizes
 
@@ -81,7 +82,7 @@ def search(
     unrolls = dict.fromkeys([config.unroll, 1, 0, *constraints.numbers("unroll")])
     config = changed(config, unroll=constraints.choices("unroll", list(unrolls))[0])
     tried: list[Found] = []
-    for away in _places(config, constraints):
+    for away in places(config, constraints):
         tried += [find(held, constraints, [away]) for held in moments_allowed(config, constraints)]
         if any(one.plans for one in tried):
             break
@@ -94,20 +95,11 @@ def search(
     return dataclasses.replace(found, smallest=_smaller(found.smallest, constraints)) if found.smallest else found
 
 
-def _places(config: RunConfig, constraints: Constraints) -> list[bool]:
-    """Whether the optimizer's state rests in host memory: what is to be tried, one after the other until anything fits.
-    Where the constraints say nothing, as the configuration has it and then, except for adapters, whose state is small,
-    away."""
-    if constraints.names("offload.optimizer"):
-        return constraints.choices("offload.optimizer", [False, True])
-    return [config.offload.optimizer] if config.offload.optimizer or config.lora.rank else [False, True]
-
-
 def _smaller(plan: Plan, constraints: Constraints) -> Plan:
     """What needs least memory on the plan's mesh: where the state alone is too large, the search does not go on to
     remat policies that keep less."""
     known = Alike(plan.cluster, images=plan.sketch.images)
-    least = _thrifty(plan.config, known, constraints, [plan.config.offload.optimizer])
+    least = _thrifty(plan.config, known, constraints, [plan.config.offload])
     return min([plan, *(one for one in least if isinstance(one, Plan))], key=lambda one: one.memory.total)
 
 
@@ -117,7 +109,7 @@ def first_fit(
     """Any plan that fits, of those that need least memory on their mesh: the first with ROOM to spare, else the one
     with most. None where none fits or none can run."""
     config = moments_allowed(config, constraints)[-1]
-    away, known = _places(config, constraints), Alike(cluster, images=images)
+    away, known = places(config, constraints), Alike(cluster, images=images)
     tightest: Plan | None = None
     for laid in laid_out(config, cluster, constraints):
         for plan in _thrifty(laid, known, constraints, away):
@@ -130,7 +122,7 @@ def first_fit(
 
 
 def _search(
-    config: RunConfig, constraints: Constraints, offload: Sequence[bool], known: Alike, beam: int = BEAM
+    config: RunConfig, constraints: Constraints, offload: Sequence[OffloadConfig], known: Alike, beam: int = BEAM
 ) -> Found:
     """Where there are more meshes than `beam`, first the fewest microbatches on each that fit where least is kept, and
     then everything on the fastest of them: DeepSeek V3 on 1,024 GPUs has 2,602 meshes with 41,600 ways to run on
@@ -146,7 +138,7 @@ def _search(
     return tally.found()
 
 
-def _fastest(config: RunConfig, constraints: Constraints, offload: Sequence[bool], known: Alike) -> Found:
+def _fastest(config: RunConfig, constraints: Constraints, offload: Sequence[OffloadConfig], known: Alike) -> Found:
     """Of each mesh, what may be faster than all that was seen before: first the meshes without stages, then those with,
     from the one with the least time that any way to run on it can have, on to where that is more than a plan takes."""
     tally, bound, cluster = _Tally(), Bound(config.model.transformer()), known.cluster
@@ -227,7 +219,7 @@ def fastest(plans: Sequence[Plan]) -> Plan:
 
 
 def _all(
-    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[bool]
+    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[OffloadConfig]
 ) -> Iterator[Plan | ShardlmError]:
     """Everything on one mesh: a plan, or why there is none. What keeps less of the forward pass is looked at only where
     what keeps more does not fit, as it runs longer."""
@@ -280,7 +272,7 @@ def _hopeful(
     laid: RunConfig,
     known: Alike,
     constraints: Constraints,
-    offload: Sequence[bool],
+    offload: Sequence[OffloadConfig],
     bound: Bound,
     least: Least,
     hope: Hope,
@@ -307,7 +299,7 @@ def _hopeful(
 
 
 def _thrifty(
-    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[bool]
+    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[OffloadConfig]
 ) -> Iterator[Plan | ShardlmError]:
     """Of one mesh, what needs least memory: the remat policy that keeps least, with the most and the fewest
     microbatches of each schedule."""
@@ -318,7 +310,7 @@ def _thrifty(
 
 
 def _fewest(
-    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[bool]
+    laid: RunConfig, known: Alike, constraints: Constraints, offload: Sequence[OffloadConfig]
 ) -> Iterator[Plan | ShardlmError]:
     """Of one mesh with the remat policy that keeps least and each schedule: the most microbatches, and where those fit,
     from the fewest on to the first that fit."""
@@ -375,7 +367,7 @@ def _batch_that_runs(config: RunConfig, cluster: Cluster, constraints: Constrain
             plan
             for laid in laid_out(larger, cluster, constraints)
             if batch % laid.mesh.size(*BATCH_AXES) == 0
-            for plan in _thrifty(laid, Alike(cluster), constraints, [False])
+            for plan in _thrifty(laid, Alike(cluster), constraints, [OffloadConfig()])
         )
         if batch > rows and any(isinstance(plan, Plan) for plan in tried):
             return batch
@@ -392,4 +384,5 @@ def settings(config: RunConfig) -> dict[str, Any]:
             chosen["pipeline.rounds"] = config.pipeline.rounds
     if config.optim.moments != "float32":
         chosen["optim.moments"] = config.optim.moments
-    return chosen | ({"offload.optimizer": True} if config.offload.optimizer else {})
+    away = {f"offload.{name}": True for name, there in dataclasses.asdict(config.offload).items() if there}
+    return chosen | away

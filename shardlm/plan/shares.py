@@ -31,6 +31,6 @@ def described(plan: Plan) -> str:
     axes = [f"{name.removeprefix('mesh.')}={n}" for name, n in chosen.items() if name.startswith("mesh.") and n > 1]
     rest = {name.partition(".")[2] or name: v for name, v in chosen.items() if not name.startswith("mesh.")}
     rules = rest.pop("rules")
-    offload = ["optimizer offloaded"] if rest.pop("optimizer", False) else []
+    offload = [f"{name} offloaded" for name in ("optimizer", "params") if rest.pop(name, False)]
     words = [f"{name}={value}" for name, value in rest.items() if (name, value) != ("accumulation", 1)]
     return " ".join([*(axes or ["one GPU"]), rules, *words, *offload])

@@ -193,7 +193,7 @@ class Sketch:
     @property
     def parameters(self) -> int:
         """Of the model, however they are held, without adapters."""
-        return sum(math.prod(w.shape) for w in _traced(self.shape, self.execution.dtype, LoraConfig(), "dtype", 1))
+        return parameters_of(self.shape, self.execution.dtype)
 
     @property
     def adapters(self) -> int:
@@ -243,6 +243,17 @@ class Sketch:
     def staged(self, weight: Weight) -> bool:
         """Whether a pipeline stage holds its own part of it while it is in use."""
         return self.mesh.pipeline > 1 and weight.segment == self.shape.pipelined_segment()
+
+
+def parameters_of(shape: TransformerConfig, dtype: Any = np.float32) -> int:
+    """Of a model, however they are held."""
+    return sum(math.prod(weight.shape) for weight in _traced(shape, dtype, LoraConfig(), "dtype", 1))
+
+
+def active_parameters(shape: TransformerConfig) -> int:
+    """What a token takes part in, with the embedding that it is looked up in, as sizes of mixtures are told."""
+    embedding = 0 if shape.tie_embeddings else shape.vocab_size * shape.embed_dim
+    return shape.parameters_per_token() + embedding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,13 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from shardlm.optim import ELEMENTWISE
 from shardlm.plan import adapted, compressed_memory, linear_memory
 from shardlm.plan.activations import WIDE, Kinds, Layer, exchanges, itemsize, kept, working
 from shardlm.plan.head_memory import at_head, logits_of, waiting, zeros_behind
 from shardlm.plan.parts import Parts
 from shardlm.plan.sketch import Sketch
-from shardlm.plan.state import MASTER
+from shardlm.plan.state import MASTER, state
 from shardlm.rules import Table
 
 AGAIN = {"none": 0, "dots": 1}  # of a layer's three hidden arrays, how many the backward pass makes again; else all
@@ -56,7 +57,7 @@ def temporaries(sketch: Sketch, held: Throughout) -> tuple[Kinds, float]:
     if not sketch.loops and sketch.mesh.pipeline == 1:
         moments.append(joined(always, _in_layers(sketch, parts), _at_first_layer(sketch, parts)))
     fullest = max(moments, key=_total)
-    before = parts.resting - zeros_behind(sketch, parts) if sketch.loops else 0
+    before = parts.added - zeros_behind(sketch, parts) if sketch.loops else 0
     if moments[0] is not fullest or sketch.mesh.pipeline > 1 or not before:
         return fullest, 0
     return fullest, min(before, _total(fullest) - max(map(_total, moments[1:])))
@@ -110,12 +111,14 @@ def _kept(sketch: Sketch, parts: Parts) -> Kinds:
     else:  # that rows are received in: XLA makes them once, of several microbatches for all exchanges
         zeros = max((1 if sketch.passes > 1 else 4) * one.rows for one in ones) if sent else 0
     found["experts"] = zeros
+    if parts.copied:  # with remat=none twice (8 layers of 8B on one GPU, compiled)
+        found["weights copied"] = parts.copied * (2 if sketch.config.remat == "none" else 1)
     if sketch.mesh.pipeline == 1:
         # The sum of gradients and those of a microbatch. Without a loop over layers nothing is added to zeros, and a
         # layer's gradients come as what it kept goes; but on one GPU, which exchanges none, they wait where a run does
         # not ask for that (E2B's layers, none like another: 18.1 GiB foreseen without them, 19.2 compiled).
         alone = sketch.config.unroll and math.prod(sketch.mesh.sizes().values()) == 1
-        own = parts.resting if sketch.loops or alone else 0
+        own = parts.added if sketch.loops or alone else 0
         found["gradients"] = parts.resting + own + parts.around if sketch.passes > 1 else own
         # Zeros of the gradient of layers' inputs, which are made before the loss and filled when all layers are done.
         found["inputs"] = itemsize(sketch) * _of_inputs(sketch, sketch.rules.use)
@@ -363,6 +366,17 @@ def _scores_of_others(sketch: Sketch, parts: Parts) -> float:
     return rows * sum(pattern[0].mask for number, pattern in enumerate(parts.layers) if number != longest)
 
 
+def _brought(sketch: Sketch, parts: Parts) -> float:
+    """What the update brings from the host: a layer at a time, with what it becomes and the next one's (8B of 16 and 32
+    layers on one GPU: 3.8 to 5.8 times a layer's weights; compiled); all at once of optimizers that look at more than
+    one number (train/offload.py), and what it becomes."""
+    config = sketch.config
+    if config.optim.name not in ELEMENTWISE:
+        return 2 * sketch.once(state).host
+    away = config.offload.optimizer or config.offload.params
+    return 4.5 * away * parts.resting / sum(segment.repeats for segment in sketch.shape.segments)
+
+
 def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
     """Where the optimizer's state is split and weights are whole, the new ones are gathered; beside them are parts of
     the new weights, moments and gradients."""
@@ -373,6 +387,6 @@ def _in_update(sketch: Sketch, parts: Parts) -> Kinds:
         # arrays beside its gradient; on one GPU it is not.
         table = _of_inputs(sketch, rules.rest)
         turned = 5 * MASTER * table if table < _of_inputs(sketch, rules.use) else 0
-        return {"gradients": parts.between, "inputs": turned}
+        return {"gradients": parts.between, "inputs": turned, "update": _brought(sketch, parts)}
     ways = sketch.mesh.size(*(split - rests))
     return {"weights gathered": parts.between, "gradients": 1.25 * parts.between / ways}

@@ -18,7 +18,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.linear_attention import divides, ways_of
 from shardlm.rules import BATCH_AXES
-from shardlm.train.config import PipelineConfig, RunConfig, TrainConfig
+from shardlm.train.config import OffloadConfig, PipelineConfig, RunConfig, TrainConfig
 
 REMATS = ("none", "dots", "full")
 PRESETS = ("zero3", "hybrid", "zero1", "zero2", "replicated")
@@ -132,18 +132,41 @@ def moments_allowed(config: RunConfig, constraints: Constraints) -> list[RunConf
     return [dataclasses.replace(config, optim=dataclasses.replace(config.optim, moments=kind)) for kind in kinds]
 
 
-def keeping(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[RunConfig]:
-    """With every place of the optimizer's state and every remat policy, those that keep most on the device first."""
+def places(config: RunConfig, constraints: Constraints) -> list[OffloadConfig]:
+    """What of the state rests in host memory: what is to be tried, one after the other until anything fits. Where the
+    constraints say nothing, as the configuration has it and then, except for adapters, whose state is small, the
+    optimizer's state and then the weights too; weights alone, which are less, only where they are asked for."""
+    own, fields = config.offload, {name: f"offload.{name}" for name in ("optimizer", "params")}
+    named = [name for name, field in fields.items() if constraints.names(field)]
+    if config.lora.rank and not named:
+        return [own]
+
+    def may(place: OffloadConfig) -> bool:
+        if place.params and not place.optimizer and not ("params" in named or own.params):
+            return False
+        said = all(constraints.allow(fields[name], getattr(place, name)) for name in named)
+        return said and all(getattr(place, name) >= getattr(own, name) for name in fields if name not in named)
+
+    every = (OffloadConfig(optimizer, params) for params, optimizer in itertools.product((False, True), repeat=2))
+    return list(filter(may, every))
+
+
+def away_in(place: OffloadConfig) -> tuple[bool, bool]:
+    """As it is compared: by its fields, as hashing it whole takes longer."""
+    return place.optimizer, place.params
+
+
+def keeping(config: RunConfig, remats: Sequence[str], offload: Sequence[OffloadConfig]) -> Iterator[RunConfig]:
+    """With every place of the state and every remat policy, those that keep most on the device first."""
     for kept in keeps(config, remats, offload):
         yield changed(config, **kept)
 
 
-def keeps(config: RunConfig, remats: Sequence[str], offload: Sequence[bool]) -> Iterator[dict[str, Any]]:
+def keeps(config: RunConfig, remats: Sequence[str], offload: Sequence[OffloadConfig]) -> Iterator[dict[str, Any]]:
     """The same as what is replaced."""
     for away in offload:
-        place = changed(config.offload, optimizer=away)
         for remat in (name for name in remats if _can_keep(name, config)):
-            yield {"remat": remat, "offload": place}
+            yield {"remat": remat, "offload": away}
 
 
 def _can_keep(remat: str, config: RunConfig) -> bool:

@@ -19,7 +19,7 @@ from shardlm.layers.pipeline import Schedule
 from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
 from shardlm.ops.cudnn_heads import traced_for
-from shardlm.optim import ENCODER, check_moments, make_optimizer, make_schedule
+from shardlm.optim import ELEMENTWISE, ENCODER, check_moments, make_optimizer, make_schedule
 from shardlm.progress_bar import bytes_bar
 from shardlm.rules import Rules
 from shardlm.state import TEACHER, ModelDef, TrainState, at_rest, make_state
@@ -288,5 +288,5 @@ def _step_config(config: RunConfig, mesh: MeshSpec, objective: Objective) -> Ste
     train, optim = config.train, config.optim
     one_f_one_b = config.pipeline.schedule == "1f1b" and mesh.pipeline > 1
     microbatches = max(shares(train, mesh.data))
-    elementwise = optim.name in ("adamw", "lion", "sgd")
+    elementwise = optim.name in ELEMENTWISE
     return StepConfig(microbatches, optim.clip_norm, optim.ema_decay, objective, one_f_one_b, elementwise)

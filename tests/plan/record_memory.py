@@ -237,6 +237,16 @@ VARIANTS = (
     "mixtral_8x7b lora.rank=16 lora.base=int8 mesh.fsdp=8 mesh.expert=1 train.global_batch=8 "
     "train.seq_len=4096 model.num_layers=8",
     "mixtral_8x7b lora.rank=16 mesh.fsdp=4 mesh.expert=2 train.global_batch=8 train.seq_len=8192 model.num_layers=6",
+    "llama3_8b mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 offload.optimizer=True offload.params=True",
+    "llama3_8b mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 model.num_layers=8 remat=none "
+    "offload.optimizer=True offload.params=True",
+    "llama3_8b mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 model.num_layers=16 model.vocab_size=32000 "
+    "offload.optimizer=True",
+    "llama3_8b mesh.fsdp=2 train.global_batch=2 train.seq_len=4096 offload.optimizer=True offload.params=True",
+    "llama3_70b mesh.data=1 mesh.fsdp=1 mesh.tensor=1 mesh.context=8 train.global_batch=8 train.accumulation=1 "
+    "offload.optimizer=True offload.params=True",
+    "llama3_8b mesh.fsdp=1 train.global_batch=1 train.seq_len=4096 model.num_layers=16 optim.name=muon "
+    "offload.optimizer=True",
 )
 
 

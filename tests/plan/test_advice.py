@@ -174,6 +174,39 @@ def test_a_target_is_read_in_other_units_and_numbers():
     assert parse_target("2 requests per second") == parse_target("7.2k requests / hour") == ServingTarget(2)
 
 
+def test_a_target_may_say_what_is_done_with_a_model_of_what_size():
+    plain = parse_target("2T tokens in 30 days")
+    assert parse_target("Train 2T tokens within 30 days") == plain
+    for words in ("train 70B on", "pretrain a 70B model on", "pre-train 70 billion parameters for", "train 70B-param"):
+        found = parse_target(f"{words} 2T tokens in 30 days")
+        assert dataclasses.replace(found, size=None) == plain and found.size.parameters == 70e9, words
+    asked = ServingTarget(500, 2000, 200)
+    assert parse_target("serve 500 requests/s at 2k in, 200 out") == asked
+    found = parse_target("serve a 70B model at 500 req/s @ 2k in and 200 out")
+    assert dataclasses.replace(found, size=None) == asked and found.size.text == "70B"
+    for text in ("train 500 requests/s", "serve 2T tokens in 3 days", "train on 2T tokens in 3 days"):
+        with pytest.raises(ShardlmError, match="'train 70B on' or 'serve a 70B model at' may stand before it"):
+            parse_target(text)
+    with pytest.raises(ShardlmError, match="more than 0"):
+        parse_target("train 0B on 2T tokens in 3 days")
+
+
+def test_a_size_that_a_target_names_is_the_models():
+    def named(text: str, total: float, active: float = 0) -> None:
+        parse_target(f"train {text} on 2T tokens in 30 days").size.check(int(total), int(active or total))
+
+    named("70B", 70.55e9)
+    named("7B", 6.74e9)
+    named("1B", 1.24e9)  # rounds to it
+    named("7e10", 70.55e9)
+    for size in ("47B", "13B"):
+        named(size, 46.7e9, 12.88e9)
+    with pytest.raises(ShardlmError, match=r"says 8B, and .* has 46\.7B parameters, 12\.9B of them for each .* 8B"):
+        named("8B", 46.7e9, 12.88e9)
+    with pytest.raises(ShardlmError, match=r"says 0\.6B, and the configuration's model has 494M parameters; name the"):
+        named("0.6B", 494e6)
+
+
 def test_what_is_small_or_large_is_not_rounded_away():
     assert [rounded(x) for x in (0, 3.858e-5, 0.4, 0.6, 1234.5)] == ["0", "3.9e-05", "0.4", "1", "1,234"]
     costs = {0: "0.00", 7.7e-6: "7.7e-06", 0.004: "0.004", 0.5: "0.50", 9.99: "9.99", 12.3: "12", 1234: "1,234"}
@@ -193,12 +226,15 @@ def test_a_kind_is_a_cluster_or_a_gpu():
 
 
 def test_the_command_advises(tmp_path):
-    words = ("--config=configs/llama3_8b.py", "--target=1T tokens in 30 days", "--clusters=h100", "--rules=zero3")
+    words = ("--config=configs/llama3_8b.py", "--target=train 8B on 1T tokens in 30 days", "--clusters=h100")
+    words += ("--rules=zero3",)
     done = run("launch.whatif", *words, "--mesh.pipeline=1", "--format=json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["offers"][0]["days"] <= 30
     done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=soon")
     assert done.returncode == 1 and "'2T tokens in 30 days'" in done.stderr and "Traceback" not in done.stderr
+    done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=train 70B on 1T tokens in 3 days")
+    assert done.returncode == 1 and "says 70B" in done.stderr and "model has 8.03B" in done.stderr
     done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=1T tokens in 3 days", "--gpu=h100")
     assert done.returncode == 1 and "--gpu does not go with a target" in done.stderr
 

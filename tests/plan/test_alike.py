@@ -21,7 +21,7 @@ from shardlm.plan.search import _all, _search, fastest, search
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.state import state
 from shardlm.plan.ways import laid_out
-from shardlm.train.config import RunConfig
+from shardlm.train.config import OffloadConfig, RunConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 CASES = {  # model -> GPU, GPUs, rows, constraints
@@ -52,7 +52,7 @@ def test_what_is_remembered_of_a_search_is_what_each_plan_is_by_itself(name):
     known, dice, compared = Alike(cluster), random.Random(name), 0
     meshes = list(laid_out(run(name, rows), cluster, constraints))
     for laid in dice.sample(meshes, min(12, len(meshes))):
-        plans = [p for p in _all(laid, known, constraints, [False]) if isinstance(p, Plan) and p.fits]
+        plans = [p for p in _all(laid, known, constraints, [OffloadConfig()]) if isinstance(p, Plan) and p.fits]
         alone = [Plan.of(plan.config, cluster) for plan in plans]
         for plan, own in zip(plans, alone, strict=True):
             assert plan.least_seconds <= own.step_seconds and plan.cost == own.cost and plan.memory == own.memory
@@ -69,13 +69,13 @@ def test_a_search_finds_the_best_of_each_mesh_whatever_it_leaves_out():
     best: dict[tuple, Plan] = {}
     considered = 0
     for laid in laid_out(one, cluster, constraints):
-        for plan in _all(laid, Alike(cluster), constraints, [False]):
+        for plan in _all(laid, Alike(cluster), constraints, [OffloadConfig()]):
             considered += 1
             if isinstance(plan, Plan) and plan.fits:
                 own, key = Plan.of(plan.config, cluster), (laid.mesh, laid.rules)
                 if key not in best or own.step_seconds < best[key].step_seconds:
                     best[key] = own
-    found = _search(one, constraints, [False], Alike(cluster), beam=10**9)
+    found = _search(one, constraints, [OffloadConfig()], Alike(cluster), beam=10**9)
     ranked = sorted(best.values(), key=lambda plan: (plan.step_seconds, plan.memory.total))
     assert [plan.config for plan in found.plans] == [plan.config for plan in ranked] and found.considered == considered
 

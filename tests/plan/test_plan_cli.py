@@ -39,7 +39,7 @@ def test_what_the_command_line_says_of_a_searched_field_holds_as_a_constraint_do
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("--gpu=h100", "--num_gpus=8", "--verify=0"), 2, "num_gpus=16  "),
+        (("--gpu=h100", "--num_gpus=4", "--verify=0"), 2, "num_gpus=8  "),
         (("--gpu=h1000", "--num_gpus=8"), 1, "did you mean h100?"),
         (("--gpu=h100", "--num_gpus=8", "--mesh.tensr=2"), 1, "did you mean mesh.tensor?"),
         (("--gpu=h100", "--num_gpus=8", "--report=nowhere/plan.html"), 1, "in a folder that exists"),
@@ -50,6 +50,7 @@ def test_what_the_command_line_says_of_a_searched_field_holds_as_a_constraint_do
         (("--gpu=h100", "--num_gpus=8", "--config.model.mlp_dim=0"), 1, "mlp_dim=0: it must be at least 1"),
         (("--gpu=h100", "--num_gpus=8", "--serve=false", "--max_num_seqs=2"), 1, "--max_num_seqs goes with --serve"),
         (("--gpu=h100", "--num_gpus=8", "--serve=true", "--config.mesh.tensor=2"), 1, "with --serve give --tensor=N"),
+        (("--target=2T tokens in 30 days",), 1, "there is no flag --target: python -m launch.whatif has it"),
         (("--gpu=h100",), 1, "--num_gpus=N and either --gpu=NAME or --cluster=NAME are needed"),
     ],
 )

@@ -24,9 +24,10 @@ from shardlm.plan.constraints import FREE, Constraint, Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.predicted import rows
 from shardlm.plan.search import _search, first_fit, search, settings
+from shardlm.plan.shares import described
 from shardlm.plan.sketch import Sketch
 from shardlm.plan.ways import divisors
-from shardlm.train.config import PipelineConfig
+from shardlm.train.config import OffloadConfig, PipelineConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 H100 = cluster_of("h100", None, 8)
@@ -142,10 +143,10 @@ def test_what_cannot_run_at_all_says_which_constraint_and_why():
 
 def test_what_does_not_fit_says_so_and_what_would():
     wanted = config("llama3_70b")
-    told = answer(wanted, H100)
+    told = answer(wanted, cluster_of("a100-40gb", None, 8))
     assert not told.ranked and told.best is None and not told.found.plans
-    assert told.found.smallest.memory.total > H100.gpu.hbm_bytes
-    assert told.found.smallest.config.offload.optimizer  # that was tried too
+    assert told.found.smallest.memory.total > GPUS["a100-40gb"].hbm_bytes
+    assert told.found.smallest.config.offload == OffloadConfig(optimizer=True, params=True)  # that was tried too
     assert told.found.smallest.config.remat == "full"  # what keeps most needs more
     for change in told.changes:
         assert change.plan.fits, change.what
@@ -155,6 +156,24 @@ def test_what_does_not_fit_says_so_and_what_would():
     assert len(more) == 1 and more[0].plan.cluster.num_gpus > 8
     fewer = dataclasses.replace(more[0].plan.cluster, num_gpus=more[0].plan.cluster.num_gpus // 2)
     assert first_fit(wanted, fewer) is None  # it is the fewest
+
+
+def test_weights_rest_on_the_host_where_nothing_fits_otherwise_and_where_a_constraint_says_so():
+    """8B on one L40S, in rows of 4,096: 48 GB, of which float32 weights and gradients alone would take 60."""
+    one, base = cluster_of("l40s", None, 1), config("llama3_8b", global_batch=1)
+    base = dataclasses.replace(base, train=dataclasses.replace(base.train, seq_len=4096))
+    found = search(base, one)
+    assert {plan.config.offload for plan in found.plans} == {OffloadConfig(optimizer=True, params=True)}
+    best = found.plans[0]
+    assert settings(best.config)["offload.params"] is True and "params offloaded" in described(best)
+    assert best.memory.host == pytest.approx(12 * 8.03e9, rel=0.01)
+    alone = search(base, one, every=False)
+    assert alone.plans[0].config == best.config
+    assert not search(base, one, Constraints.parse(["offload.params=false"])).plans
+    assert first_fit(base, one).config.offload.params
+    held = Constraints.parse(["offload.params=true"])
+    assert {p.config.offload for p in search(base, H100, held).plans} == {OffloadConfig(params=True)}
+    assert not any(p.config.mesh.pipeline > 1 for p in search(config("llama3_8b"), H100, held).plans)  # refused there
 
 
 def test_what_is_too_large_and_cannot_rest_on_the_host_either_does_not_fit():
@@ -226,8 +245,8 @@ def test_auto_takes_the_best_mesh_for_the_devices_and_leaves_what_was_given(foun
     assert settings(chosen)["mesh.fsdp"] == chosen.mesh.fsdp
     held, _ = auto_mesh(config("llama3_8b"), H100, [("remat", "full"), ("train.seq_len", "8192"), ("rules", "zero1")])
     assert (held.remat, held.rules) == ("full", "zero1")
-    with pytest.raises(ShardlmError, match="nothing fits on 8 x h100; the least is"):
-        auto_mesh(config("llama3_70b"), H100, [])
+    with pytest.raises(ShardlmError, match="nothing fits on 4 x h100; the least is"):
+        auto_mesh(config("llama3_70b"), cluster_of("h100", None, 4), [])
     with pytest.raises(ShardlmError, match="none are known of 'cpu'"):
         cluster_of_devices([types.SimpleNamespace(device_kind="cpu", process_index=0)])
 
@@ -285,7 +304,7 @@ def test_without_stages_nothing_is_idle_whatever_the_schedule(pipeline):
 def test_looking_at_everything_on_the_best_meshes_alone_finds_the_same_best():
     wanted, cluster = config("mixtral_8x7b"), cluster_of("h100", None, 32)
     held = Constraints.parse(["mesh.context=1"])
-    everything, some = (_search(wanted, held, [False], Alike(cluster), beam=beam) for beam in (10**9, 16))
+    everything, some = (_search(wanted, held, [OffloadConfig()], Alike(cluster), beam=beam) for beam in (10**9, 16))
     assert some.considered < everything.considered
     assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
 
@@ -295,7 +314,7 @@ def test_meshes_are_compared_by_the_fewest_microbatches_that_fit():
     often: by these two it would not be among those that everything is looked at on."""
     cluster, held = cluster_of("h100", None, 1024), Constraints.parse(["mesh.pipeline=1", "rules=zero3", "remat=full"])
     wanted = config("deepseek_v3")
-    everything, some = (_search(wanted, held, [False], Alike(cluster), beam=beam) for beam in (10**9, 16))
+    everything, some = (_search(wanted, held, [OffloadConfig()], Alike(cluster), beam=beam) for beam in (10**9, 16))
     assert some.considered < everything.considered
     assert [plan.config for plan in some.plans[:3]] == [plan.config for plan in everything.plans[:3]]
     assert some.plans[0].config.train.accumulation == 4

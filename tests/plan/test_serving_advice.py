@@ -165,13 +165,15 @@ def test_requests_of_a_file_are_advised_on_as_a_plan_has_them(tmp_path):
 
 def test_the_command_advises_and_says_what_is_wrong():
     words = ("--serve", "--config=configs/llama3_8b.py", "--clusters=h100", "--format=json")
-    done = run("launch.whatif", *words, "--target=50 requests/s at 2k in, 200 out", "--itl_seconds=0.05")
+    done = run("launch.whatif", *words, "--target=serve 8B at 50 requests/s at 2k in, 200 out", "--itl_seconds=0.05")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["offers"][0]["itl_seconds"] <= 0.05
     short = ("--target=5 requests/s at 2k in, 2 out", "--attainment=0.9")
     done = run("launch.whatif", *words, *short, "--ttft_seconds=0.3")
     assert done.returncode == 0 and "requests at random on replicas of one GPU" in done.stderr, done.stderr
     assert json.loads(done.stdout)["offers"][0]["times_of_requests"]["within_limits"] >= 0.9
+    done = run("launch.whatif", *words, "--target=serve 70B at 5 requests/s at 2k in, 2 out")
+    assert done.returncode == 1 and "says 70B" in done.stderr and "has 8.03B" in done.stderr, done.stderr
     done = run("launch.whatif", *words, *short)
     assert done.returncode == 1 and "attainment=0.9 is the share of requests that must keep" in done.stderr
     done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=2T tokens in 30 days", "--attainment=0.9")

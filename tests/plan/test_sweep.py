@@ -28,6 +28,7 @@ from shardlm.plan.sweep_output import to_json, to_text
 from shardlm.plan.sweep_picture import plot
 from shardlm.plan.ways import REMATS, by_schedule, keeps, laid_out
 from shardlm.prices import PRICES
+from shardlm.train.config import OffloadConfig
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 
@@ -64,7 +65,7 @@ def swept(text: str, one, **options):
 )
 def test_the_fastest_alone_is_the_first_of_the_whole_search(name, train, gpu, num_gpus, words):
     wanted, cluster, held = config(name, **train), cluster_of(gpu, None, num_gpus), Constraints.parse(words)
-    whole = _search(wanted, held, [False], Alike(cluster), beam=10**6)
+    whole = _search(wanted, held, [OffloadConfig()], Alike(cluster), beam=10**6)
     fast = search(wanted, cluster, held, every=False)
     assert fast.plans[0].step_seconds == whole.plans[0].step_seconds
     assert fast.plans[0].config == whole.plans[0].config
@@ -75,10 +76,12 @@ def test_the_fastest_alone_is_the_first_of_the_whole_search(name, train, gpu, nu
 def test_no_way_to_run_on_a_mesh_takes_less_than_the_search_hopes(name, fabric):
     one, cluster = config(name, global_batch=64), cluster_of("h100", None, 64, fabric=fabric)
     meshes = [laid for laid in laid_out(one, cluster, FREE) if laid.mesh.pipeline in (1, 4)]
-    least = Least(Alike(cluster), Bound(one.model.transformer()), meshes, FREE, [False])
+    least = Least(Alike(cluster), Bound(one.model.transformer()), meshes, FREE, [OffloadConfig()])
     for laid in random.Random(0).sample(meshes, 8):
         floor, seconds = least.floor(laid), least.hope(laid).seconds
-        plans = [plan for plan in _all(laid, Alike(cluster), FREE, [False]) if isinstance(plan, Plan) and plan.fits]
+        plans = [
+            plan for plan in _all(laid, Alike(cluster), FREE, [OffloadConfig()]) if isinstance(plan, Plan) and plan.fits
+        ]
         fastest = min((plan.step_seconds for plan in plans), default=math.inf)
         assert floor <= seconds <= fastest and (not plans or fastest <= 2 * seconds)
 
@@ -97,7 +100,7 @@ def test_what_is_kept_of_a_mesh_bounds_all_with_its_inner_axes(seed):
     meshes = list(laid_out(one, cluster, constraints))
     for laid in meshes:
         alike.setdefault(dataclasses.replace(laid.mesh, data=1, fsdp=1), []).append(laid)
-    least = Least(Alike(cluster), bound, meshes, constraints, [False])
+    least = Least(Alike(cluster), bound, meshes, constraints, [OffloadConfig()])
     least.may_fit = lambda variants, kept: True
     layers, compared = {}, 0
     for inner in dice.sample([inner for inner in alike if len(alike[inner]) > 2], 4):
@@ -107,7 +110,7 @@ def test_what_is_kept_of_a_mesh_bounds_all_with_its_inner_axes(seed):
             assert floor <= hope.seconds
             schedules = by_schedule(laid, constraints)
             variants = schedules[int(way * len(schedules))]
-            keep = list(keeps(variants[0], REMATS, [False]))
+            keep = list(keeps(variants[0], REMATS, [OffloadConfig()]))
             kept = keep[int(remat * len(keep))]
             try:
                 plan = Plan.of(changed(variants[-1], **kept), cluster)
@@ -193,13 +196,13 @@ def test_gpus_clusters_fields_and_searched_fields_are_swept():
 
 
 def test_a_value_that_nothing_fits_or_runs_with_says_why_and_what_would():
-    found = swept("num_gpus=8,64", config("llama3_70b"), gpu="h100")
+    found = swept("num_gpus=4,64", config("llama3_70b"), gpu="h100")
     assert [row.plan is None for row in found.rows] == [True, False] and found.fits
     why, change = found.rows[0].why, found.rows[0].change
     assert "nothing fits: the smallest plan needs" in why and change.plan.fits
-    assert found.throughput()[0] == (8, 0.0, False) and to_json(found)["rows"][0]["change"] == change.what
+    assert found.throughput()[0] == (4, 0.0, False) and to_json(found)["rows"][0]["change"] == change.what
     text = " ".join(to_text(found).split())
-    assert f"num_gpus=8: {why}; it fits with {change.what} (estimated)" in text
+    assert f"num_gpus=4: {why}; it fits with {change.what} (estimated)" in text
     none = swept("mesh.tensor=8,7", small(), gpu="h100", num_gpus=8)
     assert none.rows[0].plan and none.rows[1].plan is None and "with mesh.tensor=7" in none.rows[1].why
 
