@@ -84,6 +84,14 @@ def _some_at_once(mesh: Mesh) -> bool:
     return _over_network(mesh) and enough and not _all_at_once(mesh)
 
 
+def _over_pcie(mesh: Mesh) -> bool:
+    """Whether a host's GPUs reach each other over PCIe, where gathers take about as long as a layer; experts exchanged
+    over enough devices, as over the network."""
+    gpu = hardware.lookup(mesh.devices.flat[0].device_kind)
+    enough = _without_exchange(mesh) or mesh.shape.get("fsdp", 1) >= 4
+    return enough and gpu is not None and gpu.nvlink_domain < mesh.devices.size and not _over_network(mesh)
+
+
 def _over_many(mesh: Mesh) -> bool:
     """Where a gather over all that weights are split over takes most of its time in steps from device to device."""
     return math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "context")) >= 512
@@ -106,6 +114,7 @@ _SEVERAL = (
         _all_at_once,
     ),
     Option(((_LIMIT, 4),), "the same of some of them, in stages and where experts are exchanged", _some_at_once),
+    Option(((_LIMIT, 4),), "lets the next gathers of a layer be under way behind each kernel of it", _over_pcie),
 )
 
 
@@ -135,6 +144,13 @@ def _pipelined(collective: str, reason: str, **wanted: Callable[[Mesh], bool]) -
 # 8.36, in four stages 23.05 and 23.06; on 64 as fsdp=16 x context=4 2.26 and 2.10, x tensor=4 2.76 and 2.72; 8B on 16
 # the same. Memory: 0.1 to 0.4 GiB more, fsdp=256 1.1. With a stream for each kind
 # (xla_gpu_experimental_enable_collective_multi_streaming) XLA has one gather of a group under way: 9.69.
+# Over PCIe inside a host one gather at a time begins behind the kernel before the one that needs it, and what is longer
+# than that kernel waits. Llama 3 8B over 8 L40S, with 1 and 4 under way: 3.77 and 3.28 s (8 and pipelined gathers 3.56;
+# of 8 layers with 1, 2, 3, 4, 6, 8: 1.25, 1.18, 1.10, 1.10, 1.20, 1.16, with 8 and pipelined gathers 1.10); as data=2 x
+# fsdp=4 4.34 and 3.73, as fsdp=4 x tensor=2 4.18 and 4.10 (0.8 GiB more), of 8 layers as fsdp=4 x context=2 the same,
+# with dots 1.11 and 1.02, with 2,048 tokens 0.70 and 0.68, over 8 RTX PRO 6000 0.93 and 0.84; Mixtral's layers, not
+# exchanged, 1.58 and 1.49, as fsdp=4 x expert=2 0.95 and 0.91, in stages 5.20 and 4.59 (8B as pipeline=4 x fsdp=2;
+# 1F1B of 8 layers 3.01 and 2.89), replicas the same. jaxlib 0.11.2, 8 layers: 1.19 and 1.06 (8 under way: 1.02).
 # jaxlib 0.11.2 orders a layer's collectives otherwise: inside a host gradients are scattered before anything else and
 # behind nothing, unless gathers are pipelined. Llama 3 8B over 8 H100, 2,048 tokens each, by 0.10.2, by 0.11.2 without
 # and with it: remat=names 0.289, 0.317 and 0.290 s; full 0.293, 0.300 and 0.292; dots 0.257, 0.283 and 0.278; none

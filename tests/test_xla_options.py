@@ -88,7 +88,7 @@ def test_a_profile_of_known_options_takes_one_trial_compile(monkeypatch):
     hosts = [fake(kind="NVIDIA H200", process_index=i) for i in range(2)]
     resolved = resolve_profile("hopper", mesh_of(*hosts))
     assert tried == [resolved.options]
-    assert len(resolved.options) == len(PROFILES["hopper"]) - 2  # but what is for hundreds of devices or for experts
+    assert len(resolved.options) == len(PROFILES["hopper"]) - 3  # but what is for hundreds of devices, experts or PCIe
 
 
 def test_small_gathers_are_made_together_over_hundreds_of_devices(monkeypatch):
@@ -124,6 +124,25 @@ def test_where_gathers_are_pipelined(monkeypatch):
     assert chosen(one, one, other, other, pipeline=2, tensor=2) == {limit, memory}
     assert chosen(one, other, fsdp=1, expert=2) == {pipelined}
     assert chosen(*[one] * 4, *[other] * 4, fsdp=4, expert=2) == {pipelined, limit}
+
+
+def test_several_collectives_are_under_way_where_a_host_has_no_nvlink(monkeypatch):
+    monkeypatch.setattr(xla_options, "_error", lambda options, device: None)
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+    def under_way(kind, count, ragged=False, **axes):
+        mesh = mesh_of(*[fake(kind=kind, process_index=0)] * count, **axes)
+        return resolve_profile("auto", mesh, ragged).options.get(limit)
+
+    for kind in ("NVIDIA L40S", "NVIDIA A40", "NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe"):
+        assert under_way(kind, 8, fsdp=8) == under_way(kind, 8, fsdp=4, tensor=2) == 4
+        assert under_way(kind, 8, fsdp=4, pipeline=2) == under_way(kind, 8, fsdp=4, expert=2) == 4
+        assert under_way(kind, 8, fsdp=2, expert=4) is None
+        assert under_way(kind, 8, ragged=True, fsdp=8) == 1
+    assert under_way("NVIDIA A40", 2, fsdp=2) is None  # a bridge joins two
+    assert under_way("NVIDIA L40S", 2, fsdp=2) == 4
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GB200", "another maker's"):
+        assert under_way(kind, 8, fsdp=8) is None
 
 
 def test_tokens_are_sent_to_experts_by_nccl_and_alone(monkeypatch):

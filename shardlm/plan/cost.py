@@ -244,7 +244,9 @@ def _summed(
     copied: tuple[Timed, ...] = (),
 ) -> StepCost:
     """`hidden_in_stages` as in overlap.py; `copied` to the host and from it."""
-    comms = overlapped(sent, sketch, cluster, times.forward, times.backward, hidden_in_stages, times.optimizer)
+    kernels = (times.forward, times.backward)
+    head = times.layers.get("head", 0.0)
+    comms = overlapped(sent, sketch, cluster, *kernels, hidden_in_stages, times.optimizer, head)
     comms += copied
     timeline = _timeline(times, comms)
     passes = times.forward + times.backward

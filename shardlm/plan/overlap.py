@@ -4,14 +4,16 @@ Gathers of weights run behind the layer before, forward and backward; scatters o
 backward pass does next, and so do sums of every microbatch; sums over replicas behind the backward pass of the last
 microbatch. The first gather and the last scatter of a pass find nothing to hide behind. What the optimizer moves hides
 behind what it does to other weights. In pipeline stages our programs hide little. What a layer waits for (sequences
-over tensor, tokens to experts, a microbatch from the stage before) is exposed in full.
+over tensor, tokens to experts, a microbatch from the stage before) is exposed in full. Over PCIe, where weights take as
+long as layers, it counts what XLA leaves before and between its loops over layers, and at their ends.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
+from shardlm.plan.constants import PCIE
 from shardlm.plan.links import Route
 from shardlm.plan.measured import MeasuredRoute, route_of
 from shardlm.plan.sketch import Sketch
@@ -28,6 +30,38 @@ SUMS_IN_STAGES = 0.4
 # Where tokens are sent to experts one collective is under way at a time (xla_options.py): of gathers 0.24 is hidden, of
 # scatters 0.42 (Mixtral on 32, compiled).
 BESIDE_TOKENS = 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowLink:
+    """What our programs expose where PCIe joins the GPUs of a host, besides what outlasts the kernels. Nothing hides
+    embedding and head: they come before, between and after the layers, and a loop that gathers has no room for another
+    gather beside it.
+
+    covered   of the seconds of layers' kernels, those behind which something can run: a layer's gathers begin behind
+              the last kernels of the layer before, and its own last kernels run when all are there
+    exchanged the same where experts are exchanged, for whose tokens weights wait
+    forward   of layers' gathers, what no kernel covers however long they are: those of the layer's first products
+    backward  the same of gathers and scatters
+    sums      of sums of whole gradients in every layer; lone_sums: of layers that gather nothing
+    in_stages as IN_STAGES has it, of schedules that go one way
+    """
+
+    covered: float
+    exchanged: float
+    forward: float
+    backward: float
+    sums: float
+    lone_sums: float
+    in_stages: float
+
+
+# Read from programs compiled for L40S and RTX PRO 6000 with four collectives under way (jax 0.10.2): Llama 3 8B over
+# fsdp=8 exposes 0.10 of gathers forward and 0.16 of what is sent backward, of 8 layers 0.10 and 0.24 (with RTX PRO 6000
+# 0.11 and 0.19); as data=2 x fsdp=4 0.36 of sums, 8 layers of replicas 0.89. Mixtral over fsdp=4 x expert=2 hides 0.36
+# of its kernels' seconds forward, 0.4 backward. As fsdp=2 x pipeline=4 0.8 of gathers and scatters are hidden, and of
+# 1F1B no more than over NVLink.
+PCIE_LINK = SlowLink(covered=0.85, exchanged=0.45, forward=0.12, backward=0.16, sums=0.36, lone_sums=0.9, in_stages=0.6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +121,11 @@ def overlapped(
     backward: float,
     in_stages: float = 1.0,
     update: float = 0.0,
+    head: float = 0.0,
 ) -> tuple[Timed, ...]:
     """Each with what of it is exposed, beside `forward`, `backward` and the optimizer's `update` seconds of kernels in
-    a step. `in_stages` is how much of what pipeline stages could hide is hidden; 1: by programs that hide all."""
+    a step, of which `head` are the head's. `in_stages` is how much of what pipeline stages could hide is hidden; 1: by
+    programs that hide all."""
     # While a layer waits on a link inside the island, weights move over the network.
     for one in comms:
         if not one.sent.beside and not one.sent.update and one.link != "network":
@@ -107,15 +143,48 @@ def overlapped(
     behind_update = 0.0 if cluster.is_cpu else _part(update, updated)
     alone = in_stages < 1 and any(one.sent.kind == RAGGED for one in comms)
     share = in_stages if sketch.mesh.pipeline > 1 else BESIDE_TOKENS if alone else 1.0
+    ours = in_stages < 1 and not (alone or cluster.is_cpu) and any(one.link == PCIE.name for one in comms)
+    staged = ours and sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
+    slow = None
+    if ours and sketch.mesh.pipeline == 1:  # a third of the head's kernels are forward
+        slow = _over_pcie(comms, sketch, forward - head / 3, backward - 2 * head / 3)
 
     def exposed(one: Timed) -> Timed:
         if one.sent.update:
             return changed(one, exposed_seconds=one.seconds * (1 - behind_update))
+        if slow and one.sent.beside and one.link == PCIE.name:
+            return changed(one, exposed_seconds=one.seconds - slow(one))
         last = behind if _last(one.sent, sketch) else None
-        seconds = _in_stages(one, _hidden(one, hideable, in_forward, in_backward, last), share)
+        part = PCIE_LINK.in_stages if staged and one.link == PCIE.name else share
+        seconds = _in_stages(one, _hidden(one, hideable, in_forward, in_backward, last), part)
         return one if seconds == one.exposed_seconds else changed(one, exposed_seconds=seconds)
 
     return tuple(map(exposed, comms))
+
+
+def _over_pcie(comms: Sequence[Timed], sketch: Sketch, forward: float, backward: float) -> Callable[[Timed], float]:
+    """Seconds that are hidden of what goes over a slow link, beside so many seconds of layers' kernels."""
+    layers = [one for one in comms if one.sent.beside and not _at_ends(one.sent)]
+    covered = PCIE_LINK.covered if sketch.mesh.expert == 1 else PCIE_LINK.exchanged
+    first = _part(covered * forward, sum(one.seconds * one.forward for one in layers))
+    then = _part(covered * backward, sum(one.seconds * (1 - one.forward) for one in layers))
+    last = 1 / max(1, sketch.shape.cached_layers)  # of scatters, the last layer's
+    gathers = any(one.sent.kind == GATHER for one in layers)
+    exposed = {REDUCE: PCIE_LINK.sums if gathers else PCIE_LINK.lone_sums}
+
+    def hidden(one: Timed) -> float:
+        if _at_ends(one.sent):
+            return 0.0
+        most = 1 - exposed.get(one.sent.kind, PCIE_LINK.backward) - (0.0 if one.sent.kind == GATHER else last)
+        in_forward, in_backward = min(first, 1 - PCIE_LINK.forward), min(then, max(0.0, most))
+        return one.seconds * (in_forward * one.forward + in_backward * (1 - one.forward))
+
+    return hidden
+
+
+def _at_ends(sent: Sent) -> bool:
+    """Whether it is of weights outside layers, as embedding and head."""
+    return sent.kind in (GATHER, SCATTER, REDUCE) and not sent.why.startswith("segments.")
 
 
 def _in_stages(one: Timed, hidden_seconds: float, share: float) -> float:
