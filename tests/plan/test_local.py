@@ -266,11 +266,11 @@ def test_the_table_has_the_order_of_all_and_of_each_model():
     seconds = {"a": (1.0, 30.0), "b": (2.0, 10.0), "c": (3.0, 40.0), "d": (4.0, 50.0)}
     config, setting = load(BENCH), dict.fromkeys(ranking.SETTING, "x") | {"versions": {"jax": "1"}}
     rows = [
-        ranking.row(ranking.Variant(name, ""), config, {"predicted_seconds": p}, {"step_seconds": {"p50": m}})
+        ranking.row(ranking.Variant(name, ""), config, {"predicted_seconds": p}, [{"step_seconds": {"p50": m}}])
         for name, (p, m) in reversed(seconds.items())
     ]
     rows[0] |= {"model": "Mixtral"}
-    rows.append(ranking.row(ranking.Variant("e", ""), config, {}, "out of memory"))
+    rows.append(ranking.row(ranking.Variant("e", ""), config, {}, ["out of memory"]))
     table = ranking.report(rows, setting, planted())
     assert [row["strategy"] for row in table["rows"]] == ["a", "b", "c", "d", "e"]
     assert table["rank_correlation"] == pytest.approx(0.8) and table["median_ratio"] == pytest.approx(0.0775)
@@ -278,6 +278,12 @@ def test_the_table_has_the_order_of_all_and_of_each_model():
     lines = ranking.markdown(table).splitlines()
     assert lines[2].startswith("| 1 | 2 | a | Llama | 1 | replicated | 1.000 | 30.000 | 0.03 |")
     assert "| e | Llama | out of memory |" in lines[6] and "all meshes 0.800, Llama 0.500." in lines[-1]
+    rounds = [{"step_seconds": {"p50": m}} for m in (3.0, 9.0, 2.0)]
+    one = ranking.row(ranking.Variant("f", ""), config, {"predicted_seconds": 1.5}, rounds)
+    assert (one["measured_seconds"], one["ratio"], one["measured_rounds"]) == (3.0, 0.5, [3.0, 9.0, 2.0])
+    assert "each mesh in a process of its own." in lines[-1] and table["rounds"] == 1
+    turns = ranking.markdown(ranking.report(rows, setting, planted(), 3)).splitlines()[-1]
+    assert "each mesh in 3 processes in turn with the others', of which the median." in turns
 
 
 @pytest.fixture(scope="module")
