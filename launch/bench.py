@@ -44,6 +44,7 @@ _OUTPUT = flags.DEFINE_string("output", "", "File for the JSON, besides standard
 _QUIET = flags.DEFINE_bool("quiet", False, "Print nothing besides --output.")
 _STRATEGIES = flags.DEFINE_list("strategies", [], "strategies, plan: names of those to compare; empty: all.")
 _PROFILE = flags.DEFINE_string("profile", None, "plan: the machine's profile, by launch.topology; else it is measured.")
+_ROUNDS = flags.DEFINE_integer("rounds", 1, "plan: processes for each mesh, in turns; medians count.", lower_bound=1)
 _CPU_DEVICES = flags.DEFINE_integer("cpu_devices", None, "plan: virtual CPU devices; else as the configuration says.")
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "serve: tokens of each prompt.", lower_bound=1)
 _OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "serve: new tokens of each request.", lower_bound=2)
@@ -285,8 +286,9 @@ def compare_strategies() -> int:
 
 
 def compare_plans(config) -> int:
-    """Predicts each mesh of shardlm/plan/ranking.py from the machine's profile, runs `train` on it in a process of its
-    own, and writes both as `compare_strategies` does. 1 if one of them did not run."""
+    """Predicts each mesh of shardlm/plan/ranking.py from the machine's profile, then runs `train` on it in processes of
+    its own, --rounds times in turn with the others, and writes both as `compare_strategies` does. 1 if one of them did
+    not run."""
     from launch.devices import use_cpu_devices
     from shardlm.config import resolve
     from shardlm.network.profile import load_profile
@@ -295,20 +297,25 @@ def compare_plans(config) -> int:
     use_cpu_devices(1)  # here nothing runs: a GPU is left to those processes that measure
     count = config.cpu_devices if _CPU_DEVICES.value is None else _CPU_DEVICES.value
     profile = load_profile(_PROFILE.value) if _PROFILE.value else _profile_of(count)
-    rows, results = [], []
+    asked, predicted, results = {}, {}, {}
     for variant in ranking.meshes(_STRATEGIES.value):
         changes = [tuple(change.split("=", 1)) for change in variant.changes.split()]
-        asked = resolve(variant.config or flags.FLAGS.config, [*_overrides(), *changes]).config
+        asked[variant] = resolve(variant.config or flags.FLAGS.config, [*_overrides(), *changes]).config
         try:
-            predicted, result = ranking.predict(asked, profile), _trained(variant)
+            predicted[variant], results[variant] = ranking.predict(asked[variant], profile), []
         except ShardlmError as error:
-            predicted, result = {}, str(error)
-        results += [result] if isinstance(result, dict) else []
-        rows.append(ranking.row(variant, asked, predicted, result))
-        print(f"{variant.name}: {ranking.sentence(rows[-1])}", file=sys.stderr)
-    table = ranking.report(rows, results[-1] if results else None, profile)
+            predicted[variant], results[variant] = {}, [str(error)]
+    for _ in range(_ROUNDS.value):
+        for variant, found in results.items():
+            if not any(isinstance(one, str) for one in found):
+                found.append(_trained(variant))
+            row = ranking.row(variant, asked[variant], predicted[variant], found)
+            print(f"{variant.name}: {ranking.sentence(row)}", file=sys.stderr)
+    rows = [ranking.row(variant, asked[variant], predicted[variant], results[variant]) for variant in asked]
+    ran = [one for found in results.values() for one in found if isinstance(one, dict)]
+    table = ranking.report(rows, ran[-1] if ran else None, profile, _ROUNDS.value)
     _write_table(table, ranking.markdown(table))
-    return int(len(results) < len(rows))
+    return int(any("error" in row for row in rows))
 
 
 def _profile_of(cpu_devices: int):

@@ -13,11 +13,11 @@ from shardlm.layers.lora import A as ADAPTER
 from shardlm.layers.mlp import MlpConfig
 from shardlm.layers.moe import MoeConfig
 from shardlm.layers.param import SCALE
-from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan import (
     altup,
     attention,
     compressed_attention,
+    cpu_memory,
     linear_attention,
     program_memory,
     sparse_attention,
@@ -26,9 +26,9 @@ from shardlm.plan import (
 from shardlm.plan.activations import kept, layer
 from shardlm.plan.beside import forward_ops, turned_rows
 from shardlm.plan.changed import changed
+from shardlm.plan.expert_memory import moved
 from shardlm.plan.muon import newton_schulz
 from shardlm.plan.op import Layer, Op
-from shardlm.plan.program_layers import filled
 from shardlm.plan.rounded import of_scheme, rounding
 from shardlm.plan.sketch import Sketch, Weight
 from shardlm.plan.spread import Spread
@@ -166,9 +166,10 @@ class _Run:
 
     @classmethod
     def outside(cls, sketch: Sketch, unasked: str, repeats: int, segment: int) -> "_Run":
-        """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every tick."""
+        """Outside the stages each device of `pipeline` works on its own rows; of 1F1B one stage does, in every
+        tick, for which the others wait: on their own, but CPU devices give it their cores."""
         mesh, schedule, stages = sketch.mesh, sketch.schedule, sketch.shape.pipelined_segment()
-        if mesh.pipeline > 1 and schedule.both_ways:
+        if mesh.pipeline > 1 and schedule.both_ways and sketch.gpu.generation != "cpu":
             # XLA unrolls the loop twice; of an odd one the last layer is left, whose result nothing wants.
             ahead = repeats - (repeats % 2 if segment == stages - 1 else 0) if segment < stages else 0
             return cls(sketch, unasked, sketch.passes * repeats, ahead / repeats, schedule.ticks / sketch.passes)
@@ -198,8 +199,8 @@ def _all_of(sketch: Sketch, block, ours: bool) -> list[Op]:
     """Of a layer, forward, once."""
     ops = list(_block(sketch, block, ours))
     if ours and sketch.gpu.generation != "cpu":
-        ops += program_memory.of_block(sketch, block, len(ops))
-    return ops
+        return [*ops, *program_memory.of_block(sketch, block, len(ops))]
+    return [*ops, *cpu_memory.of_block(sketch, block)] if ours else ops
 
 
 def _block(sketch: Sketch, block, ours: bool) -> Iterator[Op]:
@@ -262,7 +263,7 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
         one = changed(one, dtype="tf32") if ours and one.dtype == "fp32" else one
         yield changed(one, flops=one.flops * experts, hbm_bytes=one.hbm_bytes * experts, grouped=True)
     if ours:
-        yield from _moved(sketch, moe)
+        yield from moved(sketch, moe)
     else:
         nbytes = sketch.itemsize * (3 * F + 4 * L) * rows * experts
         yield Op("moe", "activation and moving", "memory", 0, nbytes, 1)
@@ -275,42 +276,6 @@ def _experts(sketch: Sketch, moe: MoeConfig, matmul, ours: bool) -> Iterator[Op]
     if moe.shared_dim:
         yield matmul("moe", "shared up", sketch.tokens, into * moe.shared_dim / mesh.tensor, D)
         yield matmul("moe", "shared down", sketch.tokens, D, moe.shared_dim / mesh.tensor)
-
-
-def _moved(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
-    """What experts' program moves beside its products, forward and for gradients, as XLA fuses it for H100
-    (ops/expert_dispatch.py, ops/grouped_matmul.py). Of the rows R that buffers have room for, full or not, and the n
-    tokens that they come from: forward, rows are taken from tokens and results from rows; backward, rows of the input
-    and of the output's gradient, the input's turned too, the sum of two gradients, and sums for tokens and for the
-    router. Sent to their experts they are moved between buffers besides, by compiled programs of 16 devices of 64
-    experts: 20 for each row of a buffer and 8 for each pair of a token and an expert; and an exchange writes into
-    zeros, copied for each of five from those that XLA makes before the loop: 10 for each row.
-
-    Weights: the kernels want both of a product's operands one way round, so that they are turned for gradients of rows,
-    and gradients of weights are passed over for empty experts. Gathered by another dimension than their first, of more
-    than one expert, they are turned as they come, both times, and their gradients as they leave."""
-    D, F, ranks = moe.read_dim(sketch.shape.embed_dim), moe.expert_dim / sketch.mesh.tensor, sketch.mesh.expert
-    pairs = sketch.tokens * moe.working
-    room = pairs / filled(moe, ranks, sketch.tokens)
-    exchange = choose_exchange(ranks, moe.top_k)
-    if exchange == "all_to_all":
-        there, back = 9 * room + 2 * pairs, 12 * room + 4 * pairs
-    else:
-        tokens = sketch.tokens * (ranks if exchange == "gather" else 1)
-        there, back = 2 * (room + tokens), 6 * room + 2 * tokens
-    matrices = len(moe.projections)
-    forward = sketch.itemsize * (there * D + matrices * room * F)
-    gradients = sketch.itemsize * (back * D + (matrices + 1) * room * F)
-    yield Op("moe", "activation and moving", "memory", 0, forward, 1, gradient_bytes=gradients)
-    weights = 2 * sketch.itemsize * matrices * moe.num_experts / ranks * D * F
-    turned = weights if experts_gathered(sketch) and moe.num_experts > ranks else 0
-    yield Op("moe", "weights turned", "memory", 0, turned, 1, gradient_bytes=2 * weights + turned)
-
-
-def experts_gathered(sketch: Sketch) -> bool:
-    """Whether experts' weights rest split by another dimension than their first, and are gathered."""
-    rules = sketch.rules
-    return bool(set(rules.rest.axes("expert_embed")) - set(rules.use.axes("expert_embed")) - {"pipeline"})
 
 
 def _head(sketch: Sketch, ours: bool) -> Iterator[Op]:

@@ -10,7 +10,8 @@ from shardlm.flops import attention_pairs, forward_flops, training_flops
 from shardlm.plan import limits
 from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster, Group
-from shardlm.plan.compute import experts_gathered, of_layers, of_weights
+from shardlm.plan.compute import of_layers, of_weights
+from shardlm.plan.expert_memory import experts_gathered
 from shardlm.plan.host import host_copies
 from shardlm.plan.kernels import EIGHT_BITS, Kernels
 from shardlm.plan.limits import Part

@@ -17,9 +17,7 @@ from shardlm.network.collectives import KINDS, parse_sizes
 from shardlm.network.links import read_links
 from shardlm.network.profile import Profile
 from shardlm.plan.cluster import Cluster
-from shardlm.plan.measured import AGAIN, largest_rate
-
-CPU = "cpu"  # jax's device_kind
+from shardlm.plan.measured import AGAIN, CPU, largest_rate, memory_rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ def _cpu(profile: Profile, per_host: int) -> Gpu:
         device_kinds=(CPU,),
         peak=Peak(fp32=fp32, tf32=fp32, bf16=fast, fp16=fast),
         hbm_bytes=int(profile.memory_bytes * more),
-        hbm_bytes_per_second=max(rate.bytes_per_second for rate in profile.memory) * more,
+        hbm_bytes_per_second=memory_rate(profile) * more,
         nvlink_bytes_per_second=0,
         nvlink_domain=1,
         pcie_bytes_per_second=max((rate.bytes_per_second for rate in profile.collectives), default=0.0),

@@ -13,10 +13,12 @@ from shardlm.network.rates import MatmulRate
 from shardlm.ops.grouped_matmul import block_rows
 from shardlm.plan.cluster import Cluster, Group
 from shardlm.plan.constants import GAP, UNFUSED_BYTES, Achieved, achieved_by
+from shardlm.plan.cpu_memory import COPIES
 from shardlm.plan.kernels import Kernels
 from shardlm.plan.links import Route
 from shardlm.plan.op import Op
 
+CPU = "cpu"  # jax's device_kind
 REACHED = Achieved(1, 1, 1, 1, 1, 1, 1)  # by a CPU of its figures, which are what was measured
 NAMES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}
 NAMES |= dict.fromkeys(("fp32", "tf32"), "float32")
@@ -25,8 +27,18 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of operands and results; else 1
 # configs/bench_strategies.py on data=8 (jax 0.10.2): 1,223 kernels and 467 MB of a device besides products, where the
 # formulas have 64 such kernels of 72 MB, attention's scores of 100 MB and the optimizer.
 CPU_KERNELS, CPU_BYTES = 16, 5
+# And of an optimizer's update: 151 kernels outside the layers move 186 MB on data=8, and 58 MB on fsdp=8, where each
+# device updates an eighth; of the difference the formulas have 54 MB.
+CPU_UPDATE = 2.4
+# A collective between kernels takes so often what it takes back to back: devices come to it one after the other, and
+# what they send has left their cores' caches. Eight devices on two cores, a loop of two products and an all-reduce of
+# 1 KiB, 128 KiB, 1 MiB: 0.5, 0.9 and 2.6 ms more than without it, where back to back it takes 0.16, 0.25 and 1.2; of an
+# all-gather 0.8, 0.3 and 0.8, where it takes 0.14, 0.2 and 0.4.
+CPU_APART = 2
 GROUPED = ("up", "down")  # of compute.py's moe: the experts' products
-TURN_KERNELS = 4  # slices of rows and of the result, the loop's count and condition, besides the product
+# Slices of rows and of the result with their bounds, copies, the loop's count and condition, besides the product: of
+# fsdp=8 18,100 kernels of a device in 1,920 turns (traced).
+TURN_KERNELS = 9
 MEMORY_BOUND = 0.5  # of the rate that memory allows a product: from there on it says nothing of the matrix units
 AGAIN = "measure again: python -m launch.topology --profile=FILE"
 
@@ -78,7 +90,7 @@ class MeasuredKernels(Kernels):
             achieved=reached,
             attention=attention,
             cores=0,
-            memory=max(rate.bytes_per_second for rate in profile.memory) / slower,
+            memory=memory_rate(profile) / slower,
             clock=best / (gpu.peak.bf16 * reached.matmul),
             gap=least_seconds(profile) * slower if cluster.is_cpu else GAP,
             profile=profile,
@@ -100,9 +112,12 @@ class MeasuredKernels(Kernels):
 
     def _moving(self, op: Op) -> float:
         """XLA:CPU leaves in many kernels, and in copies between them, what is one on a GPU."""
-        if self.gpu.generation != "cpu" or op.layer == "optimizer":
+        if self.gpu.generation != "cpu":
             return super()._moving(op)
-        return CPU_BYTES * op.hbm_bytes / self.memory + CPU_KERNELS * self.gap
+        if op.what in COPIES:
+            return super()._moving(op)
+        times = CPU_UPDATE if op.layer == "optimizer" else CPU_BYTES
+        return times * op.hbm_bytes / self.memory + CPU_KERNELS * self.gap
 
     def _in_blocks(self, op: Op, rows: float, area: float) -> float:
         """The experts' products on a CPU: groups in turn, of each the rows in blocks (ops/grouped_matmul.py), the last
@@ -135,6 +150,15 @@ def rate_at(profile: Profile, dtype: str, volume: float) -> float:
 
 def largest_rate(profile: Profile, dtype: str) -> float:
     return max(rate.flops_per_second for rate in _of_type(profile, dtype))
+
+
+def memory_rate(profile: Profile) -> float:
+    """Bytes/s of a device's memory. Of CPU devices by what reads more arrays than it writes (triad): a pass that scales
+    an array in place finds much of it in its core's cache, where the pass before left it, and seems twice as fast."""
+    rates = {rate.operation: rate.bytes_per_second for rate in profile.memory}
+    if profile.device_kind == CPU and "triad" in rates:
+        return rates["triad"]
+    return max(rates.values())
 
 
 def least_seconds(profile: Profile) -> float:
@@ -209,7 +233,8 @@ class MeasuredRoute:
                 f"--cpu_devices={self.cluster.num_gpus} --mesh=data={self.cluster.num_gpus}"
             )
         latency = rate.latency_seconds * (self.group.size - 1) / (rate.group_size - 1)
-        return count * latency + sent_bytes / rate.bytes_per_second
+        alone = count * latency + sent_bytes / rate.bytes_per_second
+        return CPU_APART * alone if self.cluster.is_cpu else alone
 
 
 def nearest(profile: Profile, kind: str, group: Group) -> CollectiveRate | None:

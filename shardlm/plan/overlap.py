@@ -9,6 +9,7 @@ long as layers, it counts what XLA leaves before and between its loops over laye
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from shardlm.plan.changed import changed
@@ -97,12 +98,15 @@ def timed(sent: Iterable[Sent], sketch: Sketch, cluster: Cluster) -> list[Timed]
     routes = {axes: route_of(cluster.group(sketch.mesh, axes), cluster) for axes in {one.axes for one in sent}}
     known: dict[tuple, Timed] = {}
     found = []
+    sums = Counter(filter(None, map(_sum, sent))) if cluster.is_cpu else {}
     for one in sent:
-        key = (one.axes, one.kind, one.nbytes, one.count, one.host, one.beside, one.update)
+        key = (one.axes, one.kind, one.nbytes, one.shown, one.count, one.host, one.beside, one.update)
         if key in known:
             found.append(changed(known[key], sent=one))
         else:
-            known[key] = _timed(one, routes[one.axes], remat)
+            nbytes = one.shown_bytes if cluster.is_cpu and one.kind == RAGGED else one.nbytes  # whole buffers
+            count = one.count / sums.get(_sum(one), 1)
+            known[key] = _timed(one, nbytes, count, routes[one.axes], remat)
             found.append(known[key])
     return found
 
@@ -214,9 +218,14 @@ def _hidden(one: Timed, hideable: float, in_forward: float, in_backward: float, 
     return one.seconds * hideable * part
 
 
-def _timed(sent: Sent, route: Route | MeasuredRoute, remat: str) -> Timed:
+def _sum(sent: Sent) -> tuple | None:
+    """What XLA:CPU makes one collective of: the gradients of a layer's weights that are summed, scattered or not."""
+    return (sent.axes, sent.kind, sent.count) if sent.beside and sent.kind in (SCATTER, REDUCE) else None
+
+
+def _timed(sent: Sent, nbytes: float, count: float, route: Route | MeasuredRoute, remat: str) -> Timed:
     """Not hidden yet."""
-    seconds = route.seconds(sent.kind, sent.nbytes, sent.count) + sent.host * sent.count
+    seconds = route.seconds(sent.kind, nbytes, count) + sent.host * sent.count
     return Timed(sent, seconds, seconds, route.name, _forward_share(sent, remat), route.cores)
 
 

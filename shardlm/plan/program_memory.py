@@ -41,14 +41,20 @@ def _mixing(sketch: Sketch, attention) -> Iterator[Op]:
     if isinstance(attention, DeltaNetConfig):
         yield from linear_attention.moved_by(attention, sketch)
     elif sketch.mesh.context > 1 and sketch.execution.context_attention == "ring":
-        yield _ring(sketch, attention)
+        yield ring(sketch, attention)
 
 
-def _ring(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
+def meetings(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> int:
+    """Moves of a ring, after each of which keys and values meet queries."""
+    context = sketch.mesh.context
+    return len(stops(context, sketch.config.train.seq_len // (2 * context), attention.window))
+
+
+def ring(sketch: Sketch, attention: AttentionConfig | MlaConfig) -> Op:
     """Between the moves of a ring, in float32: of each part of the output that is cast, added to what is there and
     copied, and a mask; for gradients of queries alike, and of keys and values, which go on (ops/attention_pair.py)."""
     mesh, tokens = sketch.mesh, sketch.tokens
-    moves = len(stops(mesh.context, sketch.config.train.seq_len // (2 * mesh.context), attention.window))
+    moves = meetings(sketch, attention)
     heads, kv = attention.num_heads / mesh.tensor, max(1, attention.num_kv_heads / mesh.tensor)
     output = WIDE * tokens * heads * attention.value_dim
     queries = WIDE * tokens * heads * attention.head_dim

@@ -21,6 +21,10 @@ MORE = (
     Variant("FSDP x context x tensor", "rules=zero3 mesh.fsdp=2 mesh.context=2 mesh.tensor=2"),
     Variant("data x pipeline x tensor", f"{STAGED} mesh.data=2 mesh.pipeline=2 mesh.tensor=2"),
     Variant("experts: over 4, FSDP", "rules=zero3 mesh.fsdp=2 mesh.expert=4", EXPERTS),
+    Variant("experts: ZeRO-1", "rules=zero1 mesh.data=8", EXPERTS),
+    Variant("experts: FSDP x tensor", "rules=zero3 mesh.fsdp=4 mesh.tensor=2", EXPERTS),
+    Variant("experts: over 4, tensor", "rules=zero3 mesh.expert=4 mesh.tensor=2", EXPERTS),
+    Variant("experts: FSDP x context", "rules=zero3 mesh.fsdp=4 mesh.context=2", EXPERTS),
 )
 # What crosses a slow link compressed has no cost in the planner.
 MESHES = (*(variant for variant in VARIANTS if "slow_link" not in variant.changes), *MORE)
@@ -43,15 +47,19 @@ def predict(config: RunConfig, profile: Profile) -> dict[str, float]:
     }
 
 
-def row(variant: Variant, config: RunConfig, predicted: Mapping[str, float], result: Mapping[str, Any] | str):
-    """What the table keeps of a mesh: `result` of `bench_training`, or why there is none."""
+def row(
+    variant: Variant, config: RunConfig, predicted: Mapping[str, float], results: Sequence[Mapping[str, Any] | str]
+) -> dict[str, Any]:
+    """What the table keeps of a mesh: the median of `bench_training`'s `results`, or why there is none."""
     mesh = {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
     found = {"strategy": variant.name, "model": type(config.model).__name__.removesuffix("Config"), "mesh": mesh}
     found |= {"rules": config.rules, **predicted}
-    if isinstance(result, str):
-        return found | {"error": result}
-    measured = result["step_seconds"]["p50"]
-    return found | {"measured_seconds": measured, "ratio": predicted["predicted_seconds"] / measured}
+    if errors := [result for result in results if isinstance(result, str)]:
+        return found | {"error": errors[0]}
+    rounds = [result["step_seconds"]["p50"] for result in results]
+    measured = statistics.median(rounds)
+    found |= {"measured_seconds": measured, "ratio": predicted["predicted_seconds"] / measured}
+    return found | ({"measured_rounds": rounds} if len(rounds) > 1 else {})
 
 
 def sentence(one: Mapping[str, Any]) -> str:
@@ -61,14 +69,17 @@ def sentence(one: Mapping[str, Any]) -> str:
     return f"{one['predicted_seconds']:.3f} s predicted, {one['measured_seconds']:.3f} s measured"
 
 
-def report(rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any] | None, profile: Profile) -> dict[str, Any]:
+def report(
+    rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any] | None, profile: Profile, rounds: int = 1
+) -> dict[str, Any]:
     """The rows, the fastest predicted first, with the rank correlation of all and of each model's; `result` is any of
-    `bench_training`, for the setting."""
+    `bench_training`, for the setting, and `rounds` how many each row is the median of."""
     ran = [one for one in rows if "error" not in one]
     models = {one["model"]: [other for other in ran if other["model"] == one["model"]] for one in ran}
     return {
         "benchmark": "plan",
         **({name: result[name] for name in SETTING} if result else {}),
+        "rounds": rounds,
         "profile": provenance(cluster_of_profile(profile)),
         "rank_correlation": _correlation(ran),
         "rank_correlation_by_model": {model: _correlation(found) for model, found in models.items()},
@@ -121,9 +132,11 @@ def markdown(table: Mapping[str, Any]) -> str:
 def _caption(table: Mapping[str, Any]) -> str:
     of = {"all meshes": table["rank_correlation"], **table["rank_correlation_by_model"]}
     said = ", ".join(f"{name} {value:.3f}" for name, value in of.items() if value is not None)
+    rounds = table["rounds"]
+    own = "a process of its own" if rounds == 1 else f"{rounds} processes in turn with the others', of which the median"
     return (
         f"Spearman's rank correlation: {said or 'none of so few'}. Predicted: {'; '.join(table['profile'])}. Measured: "
         f"median of {table['steps']} steps on {table['date']} ({table['host_cpus']} cores, {table['device_kind']} "
-        f"devices, jax {table['versions']['jax']}, {table['precision']}, {table['optimizer']}), each mesh in a process "
-        f"of its own. The first two columns are places in both orders; the median ratio is {table['median_ratio']:.2f}."
+        f"devices, jax {table['versions']['jax']}, {table['precision']}, {table['optimizer']}), each mesh in {own}. "
+        f"The first two columns are places in both orders; the median ratio is {table['median_ratio']:.2f}."
     )

@@ -10,12 +10,13 @@ import types
 import jax
 import pytest
 from commands import run
+from planted_profile import EVERY, between, planted
 
 from shardlm.config import load, resolve
 from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.network import collectives, machine
-from shardlm.network.profile import CollectiveRate, Profile, load_profile, save_profile
+from shardlm.network.profile import load_profile, save_profile
 from shardlm.network.rates import MatmulRate, MemoryRate
 from shardlm.plan import local, ranking
 from shardlm.plan import sweep_output as sweeps
@@ -39,30 +40,6 @@ from shardlm.plan.sweep import Over, around, base_cluster, sweep
 from shardlm.serve.engine_config import EngineConfig
 
 BENCH = "configs/bench_strategies.py"
-
-
-def between(kind: str, size: int, latency: float, rate: float, domains: int = 1) -> CollectiveRate:
-    return CollectiveRate(kind, ("data",), size, domains, domains, "float32", latency, rate, 0.0, 0.0, ())
-
-
-def planted(kind: str = "cpu", devices: int = 8, hosts: int = 1, **changes) -> Profile:
-    """8 x 8 x 8 in a microsecond, 1024 cubed at 100 GFLOP/s, memory at 10 GB/s; all-reduces among 2 and 8."""
-    made = Profile(
-        *(1, kind, devices, hosts, 1, None, "0.10.2", "2026-11-21", (("data", devices),)),
-        matmuls=(
-            MatmulRate(8, 8, 8, "float32", 1024 / 1e-6),
-            MatmulRate(1024, 1024, 1024, "float32", 1e11),
-            MatmulRate(1024, 1024, 1024, "bfloat16", 4e11),
-        ),
-        memory=(MemoryRate("scale", 2**20, 8e9), MemoryRate("triad", 2**20, 1e10)),
-        host=(),
-        collectives=(between("all-reduce", 2, 1e-5, 1e9), between("all-reduce", 8, 7e-5, 2e9)),
-        memory_bytes=2**30,
-    )
-    return dataclasses.replace(made, **changes)
-
-
-EVERY = tuple(between(kind, 8, 1e-4, 1e9) for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
 def product(rows: int, n: int, k: int, dtype: str = "fp32", copies: int = 1) -> Op:
@@ -100,19 +77,20 @@ def test_kernels_of_cpu_devices_take_what_was_measured_and_share_the_host():
 def test_experts_on_a_cpu_go_in_blocks_of_their_rows():
     kernels = kernels_of(cluster_of_profile(planted()), "xla")
     one = dataclasses.replace(product(64, 1024, 1024, copies=4), layer="moe")
-    # 64 rows a group are two blocks of 32, and half a block is empty: 2.5 turns of 4 groups, 4 kernels in each.
+    # 64 rows a group are two blocks of 32, and half a block is empty: 2.5 turns of 4 groups, 9 kernels in each.
     block = kernels.forward_seconds(product(32, 1024, 1024))
-    assert kernels.forward_seconds(one) == pytest.approx(4 * 2.5 * (block + 4e-6))
+    assert kernels.forward_seconds(one) == pytest.approx(4 * 2.5 * (block + 9e-6))
     assert kernels.gradient_seconds(one) == pytest.approx(2 * kernels.forward_seconds(one))
 
 
 def test_collectives_take_latency_and_bytes_by_the_nearest_group():
     cluster = cluster_of_profile(planted())
     pair, four, all_of_it = (route_of(Group(size, size), cluster) for size in (2, 4, 8))
-    assert pair.seconds("all-reduce", 1e6, 3) == pytest.approx(3e-5 + 1e-3) and pair.name == "memory"
-    assert all_of_it.seconds("all-reduce", 1e6, 1) == pytest.approx(7e-5 + 5e-4) and pair.cores == 0
-    assert four.seconds("all-reduce", 1e6, 1) == pytest.approx(3e-5 + 5e-4)  # 3 / 7 of the latency among 8
-    assert all_of_it.seconds("reduce-scatter", 1e6, 1) == pytest.approx(7e-5 + 1e-3)  # XLA:CPU sums all of it
+    # Twice as long as back to back: devices come to it apart.
+    assert pair.seconds("all-reduce", 1e6, 3) == pytest.approx(2 * (3e-5 + 1e-3)) and pair.name == "memory"
+    assert all_of_it.seconds("all-reduce", 1e6, 1) == pytest.approx(2 * (7e-5 + 5e-4)) and pair.cores == 0
+    assert four.seconds("all-reduce", 1e6, 1) == pytest.approx(2 * (3e-5 + 5e-4))  # 3 / 7 of the latency among 8
+    assert all_of_it.seconds("reduce-scatter", 1e6, 1) == pytest.approx(2 * (7e-5 + 1e-3))  # XLA:CPU sums all of it
     assert route_of(Group(1, 1), cluster).seconds("all-gather", 1e6, 1) == 0 == pair.seconds("all-gather", 0, 0)
     with pytest.raises(ShardlmError, match="no all-gather between CPU devices, and the mesh joins 2; measure again"):
         pair.seconds("all-gather", 1e6, 1)
@@ -170,11 +148,14 @@ def test_a_step_is_the_sum_of_what_the_profile_says():
     cost = Plan.of(dataclasses.replace(config, rules="zero3", mesh=MeshSpec(fsdp=8)), cluster_of_profile(profile)).cost
     # Nothing runs beside a collective of CPU devices, and float32 weights travel as such.
     assert cost.hidden_seconds == 0 and cost.exposed_seconds > 0 and cost.contention_seconds == 0
-    expected = 0.0
+    expected, latencies = 0.0, set()
     for one in cost.comms:
-        factor = 2 if one.sent.kind == "reduce-scatter" else 1
-        expected += one.sent.count * 1e-4 + factor * one.sent.nbytes / 1e9
-    assert cost.exposed_seconds == pytest.approx(expected)
+        scattered = one.sent.kind == "reduce-scatter"
+        expected += (1 + scattered) * one.sent.nbytes / 1e9 + (0 if scattered else one.sent.count * 1e-4)
+        latencies |= {(one.sent.axes, one.sent.count)} if scattered else set()
+    # All that a layer scatters is one collective, and in a step each takes twice as long as by itself.
+    assert latencies == {(("fsdp",), 8.0), (("fsdp",), 1.0)}
+    assert cost.exposed_seconds == pytest.approx(2 * (expected + 9 * 1e-4))
     weights = 2048 * 128 * 2 + 8 * (4 * 128 * 128 + 3 * 128 * 384)
     gathered = sum(one.sent.nbytes for one in cost.comms if one.sent.kind == "all-gather")
     assert gathered == pytest.approx(4 * 7 / 8 * (2 * weights - 2048 * 128 * 2))  # but for the table and the head twice
@@ -266,11 +247,11 @@ def test_the_table_has_the_order_of_all_and_of_each_model():
     seconds = {"a": (1.0, 30.0), "b": (2.0, 10.0), "c": (3.0, 40.0), "d": (4.0, 50.0)}
     config, setting = load(BENCH), dict.fromkeys(ranking.SETTING, "x") | {"versions": {"jax": "1"}}
     rows = [
-        ranking.row(ranking.Variant(name, ""), config, {"predicted_seconds": p}, {"step_seconds": {"p50": m}})
+        ranking.row(ranking.Variant(name, ""), config, {"predicted_seconds": p}, [{"step_seconds": {"p50": m}}])
         for name, (p, m) in reversed(seconds.items())
     ]
     rows[0] |= {"model": "Mixtral"}
-    rows.append(ranking.row(ranking.Variant("e", ""), config, {}, "out of memory"))
+    rows.append(ranking.row(ranking.Variant("e", ""), config, {}, ["out of memory"]))
     table = ranking.report(rows, setting, planted())
     assert [row["strategy"] for row in table["rows"]] == ["a", "b", "c", "d", "e"]
     assert table["rank_correlation"] == pytest.approx(0.8) and table["median_ratio"] == pytest.approx(0.0775)
@@ -278,6 +259,12 @@ def test_the_table_has_the_order_of_all_and_of_each_model():
     lines = ranking.markdown(table).splitlines()
     assert lines[2].startswith("| 1 | 2 | a | Llama | 1 | replicated | 1.000 | 30.000 | 0.03 |")
     assert "| e | Llama | out of memory |" in lines[6] and "all meshes 0.800, Llama 0.500." in lines[-1]
+    rounds = [{"step_seconds": {"p50": m}} for m in (3.0, 9.0, 2.0)]
+    one = ranking.row(ranking.Variant("f", ""), config, {"predicted_seconds": 1.5}, rounds)
+    assert (one["measured_seconds"], one["ratio"], one["measured_rounds"]) == (3.0, 0.5, [3.0, 9.0, 2.0])
+    assert "each mesh in a process of its own." in lines[-1] and table["rounds"] == 1
+    turns = ranking.markdown(ranking.report(rows, setting, planted(), 3)).splitlines()[-1]
+    assert "each mesh in 3 processes in turn with the others', of which the median." in turns
 
 
 @pytest.fixture(scope="module")
