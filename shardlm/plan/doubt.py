@@ -64,6 +64,8 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         "(8B, 12 layers, fsdp=2 x context=2 x tensor=2)": (
             config.remat == "none" and sketch.mesh.tensor > 1 and sketch.rows > 1
         ),
+        "over PCIe several collectives are under way, and beside a sequence split over tensor 3 to 9% more was needed "
+        "(5 compiled programs)": sketch.mesh.tensor > 1 and _over_pcie(sketch),
         "adapters beside experts whose rows are sent or latent attention were compared over fsdp and expert with "
         "remat=full alone": _unlike_adapted(sketch),
         "adapters on few bits beside experts whose rows are not sent needed up to 19% less (2 of 6 compiled "
@@ -97,6 +99,11 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _over_pcie(sketch: Sketch) -> bool:
+    """As xla_options.py has it."""
+    return sketch.gpu.nvlink_domain < sketch.num_gpus <= sketch.gpus_per_host
 
 
 def _beside_otherwise(sketch: Sketch) -> bool:

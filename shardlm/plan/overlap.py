@@ -130,6 +130,7 @@ def overlapped(
     """Each with what of it is exposed, beside `forward`, `backward` and the optimizer's `update` seconds of kernels in
     a step, of which `head` are the head's. `in_stages` is how much of what pipeline stages could hide is hidden; 1: by
     programs that hide all."""
+    kernels = (forward - head / 3, backward - 2 * head / 3)  # of layers: a third of the head's are forward
     # While a layer waits on a link inside the island, weights move over the network.
     for one in comms:
         if not one.sent.beside and not one.sent.update and one.link != "network":
@@ -150,8 +151,8 @@ def overlapped(
     ours = in_stages < 1 and not (alone or cluster.is_cpu) and any(one.link == PCIE.name for one in comms)
     staged = ours and sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
     slow = None
-    if ours and sketch.mesh.pipeline == 1:  # a third of the head's kernels are forward
-        slow = _over_pcie(comms, sketch, forward - head / 3, backward - 2 * head / 3)
+    if ours and sketch.mesh.pipeline == 1:  # what waits for the same link covers nothing
+        slow = _over_pcie(comms, sketch, *kernels)
 
     def exposed(one: Timed) -> Timed:
         if one.sent.update:
