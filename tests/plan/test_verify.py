@@ -83,7 +83,7 @@ def test_what_a_program_needs_more_than_estimated_is_expected_of_its_kind(monkey
 
 def test_of_what_would_make_it_fit_the_first_whose_program_does_is_verified(monkeypatch):
     few = cluster_of("h100", None, 1)
-    held = Constraints.parse(["mesh.tensor=1", "remat=full"])
+    held = Constraints.parse(["mesh.tensor=1", "remat=full", "offload.params=false"])
     shorter = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, seq_len=6144))
     asked = []
 

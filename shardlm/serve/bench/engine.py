@@ -79,8 +79,9 @@ def offline(
     images: int = 0,
     image_size: Size = (0, 0),
 ) -> dict[str, Any]:
-    """`batch` requests together, after a first round that is not counted: seconds to the first and to the last token of
-    all, and new tokens a second from then to then and over the whole time. Of drafts: how many were right, and how
+    """`batch` requests together, after a first round that is not counted: seconds until all have their first token and
+    to the last token of all, new tokens a second from then to then, without those that came while other prompts were
+    read, and over the whole time. Of drafts: how many were right, and how
     many tokens a step with drafts brought. Of images, of which each prompt has so many before its `prompt_len` tokens:
     seconds that one thread prepared them in before, and images a second until all first tokens are there."""
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
@@ -95,21 +96,20 @@ def offline(
         started = time.perf_counter()
         for i, (prompt, pictures) in enumerate(asks):
             engine.add(f"bench-{round}-{i}", prompt, params, pictures=pictures)
-        first: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        prefill, early = 0.0, 0
         while engine.has_unfinished:
-            outputs = whole(engine.step())
-            now = time.perf_counter() - started
-            for output in outputs:
-                first.setdefault(output.request_id, now)
+            counts |= {output.request_id: len(output.outputs[0].token_ids) for output in whole(engine.step())}
+            if not prefill and len(counts) == batch:
+                prefill, early = time.perf_counter() - started, sum(counts.values())
         seconds = time.perf_counter() - started
-        prefill = max(first.values())
         report = {
             "batch": batch,
             "prompt_len": prompt_len,
             "output_len": output_len,
             "seconds": seconds,
             "prefill_seconds": prefill,
-            "decode_tokens_per_second": batch * (output_len - 1) / (seconds - prefill),
+            "decode_tokens_per_second": (batch * output_len - early) / (seconds - prefill),
             "output_tokens_per_second": batch * output_len / seconds,
         }
         if images:
