@@ -5,11 +5,14 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
+import types
 
+import pytest
 from engines import CONFIG
 
 from shardlm.mesh import MeshSpec
-from shardlm.serve.bench.engine import bench_serving
+from shardlm.serve.bench.engine import bench_serving, offline
 from shardlm.serve.bench.random_engine import random_engine, words
 from shardlm.serve.bench.turns import SAID, in_turns, longest
 from shardlm.serve.engine_config import EngineConfig
@@ -27,6 +30,37 @@ def test_replicas_of_quantised_weights():
     assert found["mesh"] == {"data": 2, "tensor": 2} and found["quantization"] == found["kv_cache_dtype"] == "int8"
     assert found["weight_bytes"] < 4 * found["parameters"] and [one["batch"] for one in found["offline"]] == [1]
     assert engine.stats().generation_tokens == 2 * 4  # the round that is not counted, and the one that is
+
+
+class Late:
+    """An engine whose second request has its first token when the first one has six of its eight."""
+
+    runner = types.SimpleNamespace(model=types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=9)))
+    LOOKS = ([1, 0], [6, 0], [6, 1], [8, 8])
+
+    def add(self, name, prompt, params, pictures):
+        self.names = [*getattr(self, "names", []), name][-2:]
+        self.left = list(self.LOOKS)
+
+    def stats(self):
+        return types.SimpleNamespace(speculation=None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.left)
+
+    def step(self):
+        time.sleep(0.02)
+        counts = zip(self.names, self.left.pop(0), strict=True)
+        reply = lambda n: [types.SimpleNamespace(token_ids=[0] * n)]  # noqa: E731
+        return [types.SimpleNamespace(request_id=name, error=None, outputs=reply(n)) for name, n in counts if n]
+
+
+def test_what_is_decoded_while_prompts_are_read_is_not_counted_after_them():
+    found = offline(Late(), 2, prompt_len=4, output_len=8)
+    assert 0.06 <= found["prefill_seconds"] < found["seconds"]
+    tokens = found["decode_tokens_per_second"] * (found["seconds"] - found["prefill_seconds"])
+    assert tokens == pytest.approx(16 - 7) and found["output_tokens_per_second"] * found["seconds"] == pytest.approx(16)
 
 
 def test_conversations_go_on_from_what_was_said():
