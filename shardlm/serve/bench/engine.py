@@ -79,15 +79,17 @@ def offline(
     images: int = 0,
     image_size: Size = (0, 0),
 ) -> dict[str, Any]:
-    """`batch` requests together, after a first round that is not counted: seconds until all have their first token and
-    to the last token of all, new tokens a second from then to then, without those that came while other prompts were
-    read, and over the whole time. Of drafts: how many were right, and how
-    many tokens a step with drafts brought. Of images, of which each prompt has so many before its `prompt_len` tokens:
-    seconds that one thread prepared them in before, and images a second until all first tokens are there."""
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    """`batch` requests together, in three rounds: one that is not counted, one of a single token each, of which is said
+    how long all of them took, and one of `output_len`: seconds to the last token of all, and new tokens a second of the
+    whole and of what it took more than the round before. (Requests decode while the prompts of others are read, and
+    the first may end before the last one begins, so that no moment parts the two.) Of drafts: how many were right, and
+    how many tokens a step with drafts brought. Of images, of which each prompt has so many before its `prompt_len`
+    tokens: seconds that one thread prepared them in before, and images a second until all first tokens are there."""
     report: dict[str, Any] = {}
-    for round in range(2):
-        number = 2 * batch + round  # others at each batch, of which the prefix cache has none
+    prefill = 0.0
+    for round, most in enumerate((output_len, 1, output_len)):
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        number = 3 * batch + round  # others at each batch, of which the prefix cache has none
         work = prompts(batch, prompt_len, shared, engine.runner.model.config.vocab_size, seed=number)
         seen = [[noise(image_size, number, i, k) for k in range(images)] for i in range(batch)]
         begun = time.perf_counter()
@@ -96,20 +98,19 @@ def offline(
         started = time.perf_counter()
         for i, (prompt, pictures) in enumerate(asks):
             engine.add(f"bench-{round}-{i}", prompt, params, pictures=pictures)
-        counts: dict[str, int] = {}
-        prefill, early = 0.0, 0
         while engine.has_unfinished:
-            counts |= {output.request_id: len(output.outputs[0].token_ids) for output in whole(engine.step())}
-            if not prefill and len(counts) == batch:
-                prefill, early = time.perf_counter() - started, sum(counts.values())
+            whole(engine.step())
         seconds = time.perf_counter() - started
+        if round < 2:
+            prefill = seconds
+            continue
         report = {
             "batch": batch,
             "prompt_len": prompt_len,
             "output_len": output_len,
             "seconds": seconds,
             "prefill_seconds": prefill,
-            "decode_tokens_per_second": (batch * output_len - early) / (seconds - prefill),
+            "decode_tokens_per_second": batch * (output_len - 1) / max(seconds - prefill, 1e-9),
             "output_tokens_per_second": batch * output_len / seconds,
         }
         if images:
