@@ -56,7 +56,7 @@ class Counting:
 
 def test_decoding_is_what_more_tokens_take_more():
     found = offline(Counting(), 2, prompt_len=4, output_len=8)
-    assert 0.04 <= found["prefill_seconds"] and 0.32 <= found["seconds"]
+    assert found["prefill_seconds"] >= 0.04 and found["seconds"] >= 0.32
     taken = found["seconds"] - found["prefill_seconds"]
     assert found["decode_tokens_per_second"] * taken == pytest.approx(14)
     assert found["output_tokens_per_second"] * found["seconds"] == pytest.approx(16)
