@@ -184,4 +184,4 @@ def test_device_memory_of_8b_on_h100():
     assert temporaries < 12 * GIB  # 11.3; 18.0 when the update brought the whole state at once
     (arguments, temporaries), host = compiled(BOTH, remat="offload")
     assert temporaries < 9.5 * GIB  # 8.7
-    assert host[1] == pytest.approx(2 * GIB, rel=0.01)  # the layers' inputs
+    assert 0 <= host[1] - 2 * GIB <= 0.07 * GIB  # the layers' inputs; by jax 0.11 64 MiB more
