@@ -73,7 +73,8 @@ def sized(
         rooms, each, slots = [(config.kv_cache_bytes or 2**30) // replicas], [sum(each)], [sum(slots)]
     rows = config.max_num_seqs or rows_beside(slots, rooms, 32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or CHUNK_TOKENS[cpu], rows * (1 + config.drafts) + 1)
-    usable = 1 + rows * layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
+    each_holds = layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
+    usable = 1 + rows * (each_holds + len(layouts[0].windows))  # those that running requests leave free (holdings.py)
     bundles = bundles_of(each, config.kv_offloading_size / replicas) if config.kv_offloading_size else 0
     snapshots = snapshots_beside(slots, rows, rooms, length) if config.enable_prefix_caching else 0
     if bundles and layouts[0].memories and not snapshots:
