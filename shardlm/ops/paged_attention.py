@@ -25,8 +25,8 @@ PagedAttention = Literal["blocked", "pallas"]
 #
 # - pages of 16, blocks of 64:    2.5, 6.1, 15.1, 26.9 and 8.4, 32, 64, 106
 # - pages of 64, blocks of 64:    2.0, 4.7, 11.4, 20.6 and 6.2, 17, 42, 76
-# - pages of 64, blocks of 128:   3.3, 6.1, 11.8, 22.8 and 12, 24, 49, 121 put together, 2.5, 4.3, 8.0, 15.4 and 8.6,
-#   16, 29, 55 apart
+# - pages of 64, blocks of 128:   3.3, 6.1, 11.8, 22.8 and 12, 24, 49, 121 put together; apart, as it is, 2.6, 4.4, 9.4
+#   to 11, 15.7 and 9.6, 16, 31, 61
 # - pages of 128, blocks of 128:  2.6, 4.5, 8.7, 16.3 and 8.5, 16, 30, 58
 #
 # With 1, 2, 4 or 8 rows together the same (pages of 16).

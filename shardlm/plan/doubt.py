@@ -47,39 +47,18 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         # tiny_hybrid: two products of 512 tokens give f32[4,512,128], four parts of each sum.
         "XLA splits the sums of small products and keeps their parts: 7 to 11% more (6 small models in float32; two on "
         "one GPU each needed 17 and 27% less)": sketch.tokens * shape.embed_dim < SMALL,
-        "muon is up to 6% off where experts see the tokens of all devices (Mixtral, 8 layers, fsdp=4 x expert=2)": (
-            config.optim.name == "muon" and "gather" in exchanges(sketch)
-        ),
-        "moments in 8 bits in the host's memory needed 8% more on one GPU (Llama 3 8B, rows of 8,192)": (
-            config.optim.moments == "int8" and config.offload.optimizer and sketch.num_gpus == 1
-        ),
-        "weights on the host were compared in dense models over fsdp and context with remat=full and one microbatch "
-        "alone": config.offload.params
-        and (_other_than(sketch, "context") or any(block.mlp.num_experts for block in shape.kinds)),
-        "what muon and adafactor bring from the host at once was compared in one program, on one GPU": (
-            config.offload.optimizer and config.optim.name not in ELEMENTWISE
-        ),
-        "muon was not compared with latent attention": (config.optim.name == "muon" and _latent(sketch)),
         "remat=none with tensor copies what several rows keep whole, one array at a time or two: up to 6% more "
         "(8B, 12 layers, fsdp=2 x context=2 x tensor=2)": (
             config.remat == "none" and sketch.mesh.tensor > 1 and sketch.rows > 1
         ),
         "over PCIe several collectives are under way, and beside a sequence split over tensor 3 to 9% more was needed "
         "(5 compiled programs)": sketch.mesh.tensor > 1 and _over_pcie(sketch),
-        "adapters beside experts whose rows are sent or latent attention were compared over fsdp and expert with "
-        "remat=full alone": _unlike_adapted(sketch),
-        "adapters on few bits beside experts whose rows are not sent needed up to 19% less (2 of 6 compiled "
-        "programs)": config.lora.base != "dtype" and bool(exchanges(sketch) & {"local", "gather"}),
-        f"adapters over data with {sketch.tokens:,.0f} tokens at a time may need up to 10% less": _between(sketch),
-        f"adapters on few bits over several GPUs with no more than {FEW:,} tokens at a time were up to 8% off (2 of 5 "
-        "compiled programs)": config.lora.rank > 0
-        and config.lora.base != "dtype"
-        and sketch.num_gpus > 1
-        and sketch.tokens <= FEW,
         "entries that stand for several tokens needed 15% less to 12% more (12 compiled programs)": shape.compressed,
         "adapters and muon were not compared with entries that stand for several tokens": (
             shape.compressed and (config.lora.rank > 0 or config.optim.name == "muon")
         ),
+        **_of_the_update(sketch),
+        **_of_adapters(sketch),
         **_of_linear_attention(sketch),
         **_of_other_layers(sketch),
         **_of_newest(sketch),
@@ -99,6 +78,42 @@ def doubt(sketch: Sketch, kinds: Kinds, zeros: float) -> str:
         f"xla_profile={config.xla_profile} was not compared": config.xla_profile in ("none", "cpu"),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _of_the_update(sketch: Sketch) -> dict[str, bool]:
+    """Of optimizers, and of state that rests in the host's memory."""
+    config = sketch.config
+    return {
+        "muon is up to 6% off where experts see the tokens of all devices (Mixtral, 8 layers, fsdp=4 x expert=2)": (
+            config.optim.name == "muon" and "gather" in exchanges(sketch)
+        ),
+        "moments in 8 bits in the host's memory needed 8% more on one GPU (Llama 3 8B, rows of 8,192)": (
+            config.optim.moments == "int8" and config.offload.optimizer and sketch.num_gpus == 1
+        ),
+        "weights on the host were compared in dense models over fsdp and context with remat=full and one microbatch "
+        "alone": config.offload.params
+        and (_other_than(sketch, "context") or any(block.mlp.num_experts for block in sketch.shape.kinds)),
+        "what muon and adafactor bring from the host at once was compared in one program, on one GPU": (
+            config.offload.optimizer and config.optim.name not in ELEMENTWISE
+        ),
+        "muon was not compared with latent attention": (config.optim.name == "muon" and _latent(sketch)),
+    }
+
+
+def _of_adapters(sketch: Sketch) -> dict[str, bool]:
+    config = sketch.config
+    return {
+        "adapters beside experts whose rows are sent or latent attention were compared over fsdp and expert with "
+        "remat=full alone": _unlike_adapted(sketch),
+        "adapters on few bits beside experts whose rows are not sent needed up to 19% less (2 of 6 compiled "
+        "programs)": config.lora.base != "dtype" and bool(exchanges(sketch) & {"local", "gather"}),
+        f"adapters over data with {sketch.tokens:,.0f} tokens at a time may need up to 10% less": _between(sketch),
+        f"adapters on few bits over several GPUs with no more than {FEW:,} tokens at a time were up to 8% off (2 of 5 "
+        "compiled programs)": config.lora.rank > 0
+        and config.lora.base != "dtype"
+        and sketch.num_gpus > 1
+        and sketch.tokens <= FEW,
+    }
 
 
 def _over_pcie(sketch: Sketch) -> bool:

@@ -152,7 +152,7 @@ def overlapped(
     staged = ours and sketch.mesh.pipeline > 1 and not sketch.schedule.both_ways
     slow = None
     if ours and sketch.mesh.pipeline == 1:  # what waits for the same link covers nothing
-        slow = _over_pcie(comms, sketch, *kernels)
+        slow = _hidden_over_pcie(comms, sketch, *kernels)
 
     def exposed(one: Timed) -> Timed:
         if one.sent.update:
@@ -167,7 +167,9 @@ def overlapped(
     return tuple(map(exposed, comms))
 
 
-def _over_pcie(comms: Sequence[Timed], sketch: Sketch, forward: float, backward: float) -> Callable[[Timed], float]:
+def _hidden_over_pcie(
+    comms: Sequence[Timed], sketch: Sketch, forward: float, backward: float
+) -> Callable[[Timed], float]:
     """Seconds that are hidden of what goes over a slow link, beside so many seconds of layers' kernels."""
     layers = [one for one in comms if one.sent.beside and not _at_ends(one.sent)]
     covered = PCIE_LINK.covered if sketch.mesh.expert == 1 else PCIE_LINK.exchanged
