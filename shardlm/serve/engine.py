@@ -242,7 +242,8 @@ class Engine:
         while self._broken is None and len(self._started) < AHEAD:
             batch = None
             try:
-                batch = self.scheduler.schedule(self.pace and self.pace.steps)
+                steps = self.pace and self.pace.steps  # None: nobody waits for a part of a reply
+                batch = self.scheduler.schedule(steps, prompts_first=steps is None)
                 if batch is None:
                     break
                 self._start(batch)

@@ -8,10 +8,10 @@ needs no token from the host, since the device keeps the last one of each slot. 
 pages and its slot on at once, also under a batch in flight, because batches run in the order they were scheduled.
 
 The order of service is that of `turns`. Who lacks pages takes them from the last in it, and nobody passes another in
-the queue. So the first of those that run has a row in every batch (but while a token it needs is in flight) and ends;
-then the next one is first. Nothing starves but behind an endless stream of better priority, as asked for: what comes
-later goes first only for a while. A prompt that little room is left for in a batch waits for the next one (`cuts`), and
-others behind it may be read before.
+the queue. So the first of those that run has a row in every batch (but while a token it needs is in flight, or while
+prompts go first, as many as there are slots) and ends; then the next one is first. Nothing starves but behind an
+endless stream of better priority, as asked for: what comes later goes first only for a while. A prompt that little room
+is left for in a batch waits for the next one (`cuts`), and others behind it may be read before.
 
 How far a request's decoding goes ahead of what it said, where a grammar or drafts are to be looked at, is ahead.py's.
 """
@@ -156,12 +156,17 @@ class Scheduler:
 
     # What runs next.
 
-    def schedule(self, pace: Callable[[int], int] | None = None) -> ScheduledBatch | None:
+    def schedule(
+        self, pace: Callable[[int], int] | None = None, *, prompts_first: bool = False
+    ) -> ScheduledBatch | None:
         """The next batch; None where nothing can run before a batch in flight lands, or nothing is there to run.
-
         `pace` says of how many rows decode of how many steps their program may be; None: of as many as there are.
+        `prompts_first`: nobody decodes beside prompts of its priority or a better one, where these have programs of
+        their own: a step of decoding reads all weights, however few rows it has.
         """
         decodes, rows = self._serve_in_order()
+        if prompts_first and rows and self.config.cuts.lengths:
+            decodes = [one for one in decodes if one.priority < min(row.request.priority for row in rows)]
         kind = "mixed" if rows else "decode"
         longest = 1 if rows or not decodes else pace(len(decodes)) if pace else self.config.decode_steps[-1]
         steps, most = self._affordable(decodes, longest)

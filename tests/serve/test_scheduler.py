@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from shardlm.errors import ShardlmError
+from shardlm.serve.chunk_programs import Cuts
 from shardlm.serve.page_table import PageTable
 from shardlm.serve.request import Request, Status
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
@@ -33,9 +34,9 @@ def shown(batch) -> list[tuple]:
     return [(row.request.id, row.start, row.end, row.samples) for row in batch.rows]
 
 
-def step(scheduler, *tokens):
+def step(scheduler, *tokens, prompts_first=False):
     """Schedules a batch, and lands it with the tokens of each row; 7 for all where none are given."""
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(prompts_first=prompts_first)
     sampled = np.array([list(row) for row in tokens]) if tokens else np.full((len(batch.rows), batch.steps), 7)
     return batch, scheduler.land(batch, sampled)
 
@@ -57,6 +58,23 @@ def test_prompts_run_in_chunks_beside_decodes_and_then_several_steps_at_once():
     assert np.count_nonzero(batch.page_table[:, 0], axis=1).tolist() == [3, 6]  # scrap beyond a row's pages
     batch, _ = step(scheduler)
     assert batch.steps == 1 and not batch.rows[0].fresh  # a needs two more: a program of four would be idle for half
+
+
+def test_prompts_go_first_where_nobody_waits_for_parts_of_replies():
+    """But for requests of a better priority; and only where prompts have programs of their own."""
+    scheduler = make(cuts=Cuts((4, 16), 4))
+    add(scheduler, "a", distinct(1, 4), max_tokens=9)
+    add(scheduler, "urgent", distinct(3, 4), max_tokens=9, priority=-1)
+    step(scheduler, prompts_first=True)
+    add(scheduler, "b", distinct(2, 16), max_tokens=2)
+    assert shown(step(scheduler, prompts_first=True)[0]) == [("urgent", 4, 5, 1), ("b", 0, 16, 1)]
+    batch, _ = step(scheduler, prompts_first=True)
+    assert batch.kind == "decode" and {row.request.id for row in batch.rows} == {"a", "b", "urgent"}
+    in_one = make()
+    add(in_one, "a", distinct(1, 4), max_tokens=9)
+    step(in_one, prompts_first=True)
+    add(in_one, "b", distinct(2, 4), max_tokens=2)
+    assert shown(step(in_one, prompts_first=True)[0]) == [("a", 4, 5, 1), ("b", 0, 4, 1)]
 
 
 def test_with_drafts_too_the_host_runs_ahead():

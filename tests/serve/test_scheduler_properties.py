@@ -171,14 +171,22 @@ class Serving(RuleBasedStateMachine):
     def schedule(self):
         turns = {request: request.turn for request in self.unfinished}  # those whose prompts are read get others
         longest = self.rng.choice(self.scheduler.config.decode_steps)
-        batch = self.scheduler.schedule(self.rng.choice((None, lambda rows: longest)))
-        if running := [request for request in turns if request.status is Status.RUNNING]:
+        first = self.rng.random() < 0.3
+        batch = self.scheduler.schedule(self.rng.choice((None, lambda rows: longest)), prompts_first=first)
+        first = first and self.scheduler.config.cuts.lengths and batch is not None and batch.kind == "mixed"
+        if first:
+            self.check_prompts_go_first(batch)
+        elif running := [request for request in turns if request.status is Status.RUNNING]:
             self.check_the_first_moves(min(running, key=turns.get), batch)
         if batch is None:
             assert self.scheduler.num_in_flight or not self.unfinished, "stuck"
             return
         self.check_shape(batch)
         self.device.dispatch(batch, [request.id for request in self.scheduler._running if request.fresh])
+
+    def check_prompts_go_first(self, batch):
+        beside = [row.request.priority for row in batch.rows if row.tokens is None]
+        assert all(p < min(row.request.priority for row in batch.rows if row.tokens) for p in beside)
 
     def check_the_first_moves(self, first, batch):
         waits_for_a_token = first.batches_in_flight and (
