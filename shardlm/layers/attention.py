@@ -19,7 +19,7 @@ from shardlm.layers.param import Execution, Params, constant, in_use, normal, pr
 from shardlm.ops import alibi
 from shardlm.ops.kv_format import AXES
 from shardlm.ops.norm import rms_norm
-from shardlm.ops.rope import QueryGrowth, Rope, grown, rope, sines
+from shardlm.ops.rope import QueryGrowth, Rope, grown, rotated, sines
 from shardlm.ops.rotate_write import Unrotated
 
 _LETTERS: Mapping[str, str] = MappingProxyType({"q": "btd,dnh->btnh", "k": "btd,dkh->btkh", "v": "btd,dkh->btkh"})
@@ -265,7 +265,8 @@ class Attention(nnx.Module):
         """Queries [B, T, N, H], keys and values [B, T, K, H], None where they are another layer's and in pages."""
         config, made = self.config, self.projected(x, execution)
         v = made.pop("v", made.get("k"))
-        made = {name: self._turned(a, name, turns, execution) for name, a in made.items()}
+        sin_cos = self._sines(turns, ctx) if config.rope else None
+        made = {name: self._turned(a, name, sin_cos, execution) for name, a in made.items()}
         q, (k, v) = made["q"], ctx.kept_by(config.reads) if config.reads else (made["k"], v)
         if config.value_norm and not config.reads:
             v = rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), config.norm.eps)
@@ -274,6 +275,11 @@ class Attention(nnx.Module):
         if config.slopes:
             q, k = alibi.with_slopes(q, config.slopes, config.scale), alibi.with_positions(k, positions)
         return grown(q, positions, config.query_growth) if config.query_growth else q, k, v
+
+    def _sines(self, turns: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """(sines, cosines) of the rotation, those of the step where they are made."""
+        rope, head_dim = self.config.rope, self.config.head_dim
+        return (ctx.sines and ctx.sines.get(rope, head_dim)) or sines(turns, rope, head_dim)
 
     def projected(self, x: jax.Array | Late, execution: Execution) -> dict[str, jax.Array]:
         """Queries [B, T, N, H], keys and values [B, T, K, H], those that it makes."""
@@ -285,13 +291,15 @@ class Attention(nnx.Module):
             made = {name: jnp.clip(a, -clip, clip) for name, a in made.items()}
         return made
 
-    def _turned(self, a: jax.Array, name: str, turns: jax.Array, execution: Execution) -> jax.Array:
+    def _turned(
+        self, a: jax.Array, name: str, sin_cos: tuple[jax.Array, jax.Array] | None, execution: Execution
+    ) -> jax.Array:
         """Queries or keys [B, T, K, H] after their norm and their rotation, where they have any."""
         config = self.config
         if not config.norm_rotated:
             a = self._normalised(a, name, execution)
-        if config.rope:
-            a = rope(a, turns, config.rope)
+        if sin_cos:
+            a = rotated(a, *sin_cos)
         return self._normalised(a, name, execution) if config.norm_rotated else a
 
     def _normalised(self, a: jax.Array, name: str, execution: Execution) -> jax.Array:

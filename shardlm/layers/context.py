@@ -12,6 +12,7 @@ from shardlm.ops.compression import Compressed
 from shardlm.ops.gated_delta import BIAS, SKIP
 from shardlm.ops.head_choice import HeadIndex
 from shardlm.ops.kv_format import AXES, SCALE
+from shardlm.ops.rope import Sines
 from shardlm.ops.rotate_write import Unrotated
 from shardlm.ops.token_choice import Index
 from shardlm.rules import Rules, Table
@@ -58,6 +59,7 @@ class Context(Protocol):
     faster: jax.Array | None  # float32 [dim / 2], factors on the frequencies of rotations; None: they are not learned
     ngrams: tuple[jax.Array, ...] | None  # [B, T, E] of each layer that has n-grams (layers/ngrams.py); None elsewhere
     seen: Seen | None  # of tokens that stand for images (layers/seen.py); None where the model does not see
+    sines: Sines | None  # of this step's rotations, where they are made once for all layers
     turns: jax.Array | None  # int32 [B, T, 3], positions that rotations have, on three axes; None: those of the text
 
     @property

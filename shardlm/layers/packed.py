@@ -18,6 +18,7 @@ from shardlm.ops.block_choice import BlockIndex, PooledIndex
 from shardlm.ops.compressed_rows import attend_rows
 from shardlm.ops.gated_delta import delta_net, empty_memory
 from shardlm.ops.head_choice import HeadIndex
+from shardlm.ops.rope import Sines
 from shardlm.ops.short_conv import from_device_before, short_conv, texts
 from shardlm.ops.token_choice import chosen_in_rows
 from shardlm.ops.ulysses import by_heads, by_tokens, own_heads
@@ -48,6 +49,7 @@ class Packed:
     faster: jax.Array | None = None
     seen: Seen | None = None
     turns: jax.Array | None = None
+    sines: Sines | None = None
     until: jax.Array | None = None
 
     @classmethod

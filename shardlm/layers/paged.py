@@ -33,6 +33,7 @@ from shardlm.ops.compressed_pages import Pools, Spot, attend_pages
 from shardlm.ops.delta_rows import Rows, remembered
 from shardlm.ops.head_choice import HeadIndex
 from shardlm.ops.kv_format import order_of, pool_names
+from shardlm.ops.rope import Sines
 from shardlm.ops.rotate_write import Unrotated, fits
 from shardlm.ops.short_conv import short_conv
 from shardlm.ops.text_rows import Use, follow
@@ -76,6 +77,7 @@ class Paged:
     seen: Seen | None = None
     until: jax.Array | None = None
     turns: jax.Array | None = None
+    sines: Sines | None = None
 
     @classmethod
     def make(

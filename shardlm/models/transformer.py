@@ -24,6 +24,7 @@ from shardlm.layers.stack import Stack, traced_once
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.cpu_einsum import cpu_einsum
 from shardlm.ops.cross_entropy import shaped
+from shardlm.ops.rope import Sines
 
 
 class Transformer(nnx.Module):
@@ -141,6 +142,9 @@ class Transformer(nnx.Module):
         if execution.adapters:
             own = shares(ctx.adapter, execution.adapters, execution.lora.rank)
             execution = dataclasses.replace(execution, shares=own)
+        if execution.made_first:
+            turns = positions if ctx.turns is None else ctx.turns
+            ctx = dataclasses.replace(ctx, sines=Sines.of(self.config.rotations, turns))
         if count := self.config.shared_choice:
             ctx = dataclasses.replace(ctx, selection=ctx.unselected(positions, pages, count))
         scan = None if pages is None else traced_once()

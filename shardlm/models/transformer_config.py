@@ -24,6 +24,7 @@ from shardlm.layers.norm import NormConfig
 from shardlm.layers.shortcut import ShortcutConfig
 from shardlm.layers.stack import Segment
 from shardlm.ops.cross_entropy import LogitsConfig
+from shardlm.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,12 @@ class TransformerConfig:
     def attention_kinds(self) -> tuple[AttentionConfig | MlaConfig, ...]:
         """Those of them that differ."""
         return tuple(dict.fromkeys(k.attention for k in self.kinds if not isinstance(k.attention, DeltaNetConfig)))
+
+    @functools.cached_property
+    def rotations(self) -> tuple[tuple[Rope, int], ...]:
+        """(a rotation, the width of the heads that it turns): those of usual attention that differ."""
+        usual = (kind for kind in self.attention_kinds if isinstance(kind, AttentionConfig) and kind.rope)
+        return tuple(dict.fromkeys((kind.rope, kind.head_dim) for kind in usual))
 
     @functools.cached_property
     def memories(self) -> tuple[int, ...]:

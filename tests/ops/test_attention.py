@@ -13,7 +13,7 @@ from small import relative_error
 from shardlm.ops.attention import attend, choose, reference
 from shardlm.ops.blocked_attention import blocked_attention
 from shardlm.ops.cudnn_heads import traced_for
-from shardlm.ops.rope import Rope, rope
+from shardlm.ops.rope import Rope, Sines, rope, sines
 from shardlm.ops.swiglu import swiglu
 
 
@@ -163,3 +163,14 @@ def test_tokens_of_an_image_see_those_after_them(window, softcap):
 
     both = (compiled_with_gradients(run, lambda _: d_out, q, k, v, segments) for run in (found, expected))
     assert relative_error(*both) < 1e-5  # float32, sums in another order
+
+
+@pytest.mark.parametrize("dim", [0, 12, 10])  # of 16; 10: 5 frequencies, which have no halves
+def test_sines_of_a_step_are_those_of_its_layers(dim):
+    turned, other = Rope(dim=dim, axes=(0, 1, 2) * 2 if dim == 12 else ()), Rope(theta=100.0)
+    positions = jnp.arange(24).reshape((2, 4, 3)) if dim == 12 else jnp.arange(8).reshape((2, 4))
+    made = jax.jit(Sines.of, static_argnums=0)(((turned, 16), (other, 8)), positions)
+    for own, width in ((turned, 16), (other, 8)):
+        for found, expected in zip(made.get(own, width), sines(positions, own, width), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert made.get(other, 16) is None

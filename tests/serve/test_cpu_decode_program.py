@@ -21,7 +21,7 @@ PAGES, PAGE, ROWS = 4096, 16, 2
 LLAMA = LlamaConfig(
     vocab_size=64,
     embed_dim=40,
-    num_layers=1,
+    num_layers=2,
     num_heads=6,
     num_kv_heads=2,
     head_dim=16,
@@ -38,7 +38,7 @@ def test_decoding_on_a_cpu_copies_neither_weights_nor_pages(tensor, made_first):
         shape = apart(LLAMA.transformer())
         rules = serving_rules(shape, spec, "dtype")
         model = ModelDef.make(shape, Execution(rules, jnp.float32, kv_cache="bfloat16", made_first=made_first))
-        layout = PageLayout.whole(1, PAGES)
+        layout = PageLayout.whole(2, PAGES)
         state = jax.eval_shape(lambda: empty_state(model, layout, PAGE, ROWS))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 8 + 1), jnp.int32))
@@ -46,11 +46,14 @@ def test_decoding_on_a_cpu_copies_neither_weights_nor_pages(tensor, made_first):
         arguments = (model.held_at_rest(mesh), state, rows, jax.ShapeDtypeStruct((), jnp.int32))
         compiled = jax.jit(decode, donate_argnums=1).lower(*arguments).compile()
     assert {pool.dtype for pool in state.pages.values()} == {jnp.dtype("uint16")}
-    pool = PAGES * PAGE * LLAMA.num_kv_heads * LLAMA.head_dim * 2 // tensor
+    pool = LLAMA.num_layers * PAGES * PAGE * LLAMA.num_kv_heads * LLAMA.head_dim * 2 // tensor
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool > 4 * memory.temp_size_in_bytes
     program, heads = compiled.as_text(), LLAMA.num_heads * LLAMA.head_dim // tensor
-    if made_first:  # the weights of queries, the output and the head's as they lie: the first operands of products
+    sines = set(re.findall(r" = (\S+?)\{\S* sine\(", program))  # of two layers' queries and keys
+    if made_first:
+        assert sines == {f"f32[1,{ROWS},1,1,{LLAMA.head_dim // 4}]"} and program.count(" sine(") == 1
+        # The weights of queries, the output and the head's as they lie: the first operands of products.
         for made, summed in ((heads, LLAMA.embed_dim), (LLAMA.embed_dim, heads), (LLAMA.vocab_size, LLAMA.embed_dim)):
             how = re.findall(rf" = f32\[{made},{summed}\]\S* ([\w-]+)\(", program)
             assert how and set(how) <= {"bitcast", "parameter", "get-tuple-element"}
