@@ -198,11 +198,16 @@ def test_a_size_that_a_target_names_is_the_models():
     named("70B", 70.55e9)
     named("7B", 6.74e9)
     named("1B", 1.24e9)  # rounds to it
+    named("7B", 7.616e9)  # is cut to it, Qwen 2.5's
+    named("14B", 14.77e9)
     named("7e10", 70.55e9)
     for size in ("47B", "13B"):
         named(size, 46.7e9, 12.88e9)
     with pytest.raises(ShardlmError, match=r"says 8B, and .* has 46\.7B parameters, 12\.9B of them for each .* 8B"):
         named("8B", 46.7e9, 12.88e9)
+    for size in ("8B", "6B"):
+        with pytest.raises(ShardlmError, match="has 7B parameters"):
+            named(size, 7.0e9)
     with pytest.raises(ShardlmError, match=r"says 0\.6B, and the configuration's model has 494M parameters; name the"):
         named("0.6B", 494e6)
 
