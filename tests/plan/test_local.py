@@ -206,6 +206,8 @@ def test_what_rests_in_a_hosts_memory_is_in_that_of_its_cpu_devices():
         memory = Plan.of(dataclasses.replace(config, offload=away), cluster).memory
         assert memory.kinds["on the host"] == memory.host > 0
         assert memory.total >= Plan.of(config, cluster).memory.total
+    full, offload = (dataclasses.replace(config, remat=remat) for remat in ("full", "offload"))
+    assert Plan.of(offload, cluster).memory.total == Plan.of(full, cluster).memory.total  # compiled, they are equal
 
 
 def test_a_serving_plan_takes_no_profile():
