@@ -46,7 +46,7 @@ def main() -> int:
     from launch.devices import prepare_for
     from shardlm.gguf_files.choose import meant
     from shardlm.hf_files import behind_it, read_config
-    from shardlm.opened import find, is_hf
+    from shardlm.opened import find, is_hf, rank_of
     from shardlm.peft_folder import CONFIG, base_of, is_peft
     from shardlm.train.convert import opened_by, to_hf, to_run
     from shardlm.train.report import python
@@ -61,6 +61,11 @@ def main() -> int:
                 f"--{flag.name}: {_CHECKPOINT.value} is a Hugging Face model, without adapters or averages, "
                 f"and is written as {'a folder' if _QUANTIZATION.value else 'a run'}: leave it out"
             )
+    whole = _QUANTIZATION.value or (not opens and (_MERGE.value or not rank_of(folder)))
+    for flag in () if whole else (_DTYPE, _SHARD_GB):
+        if flag.present:
+            what = "runs" if opens else "adapters"
+            raise ShardlmError(f"--{flag.name} is of a model's folder; {what} are written in float32: leave it out")
     if opens and not _QUANTIZATION.value:
         to_run(_CHECKPOINT.value, _OUTPUT.value)
         run = shlex.quote(_OUTPUT.value)

@@ -34,6 +34,8 @@ _LIMIT = flags.DEFINE_integer("limit", None, "The first documents of each task."
 _FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Examples before each; by default the task's.", lower_bound=0)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Of --tasks; by default what the model was made for.", 1)
 _CACHE_DIR = flags.DEFINE_string("cache_dir", "data", "Tokenised text is kept here.")
+OF_TEXT = (_TEXT_KEY, _CHAT_TEMPLATE, _SEQ_LEN, _BATCH, _FSDP, _PRECISION, _EMA, _CACHE_DIR)
+OF_TASKS = (_TASK_PATH, _LIMIT, _FEWSHOT, _MAX_MODEL_LEN)
 
 
 # What users of transformers, vLLM and the LM Evaluation Harness may call flags of this command.
@@ -49,6 +51,10 @@ OTHER_NAMES = {
 def main() -> int:
     if not _CHECKPOINT.value or bool(_TEXT.value) == bool(_TASKS.value):
         raise ShardlmError("--checkpoint=RUN_OR_FOLDER is needed, and --text=FILES or --tasks=NAMES")
+    for flag in OF_TEXT if _TASKS.value else OF_TASKS:
+        if flag.present:
+            of, instead = ("text", "tasks") if _TASKS.value else ("tasks", "text")
+            raise ShardlmError(f"--{flag.name} goes with --{of}, and --{instead} heeds it not: leave it out")
     if _TASKS.value:
         return harness()
     from launch.devices import prepare_for

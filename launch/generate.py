@@ -47,6 +47,8 @@ OTHER_NAMES = {
 def main() -> int:
     if not _CHECKPOINT.value or not _PROMPT.value:
         raise ShardlmError("--checkpoint=RUN_DIR and --prompt=TEXT are needed")
+    if _SYSTEM.value and not _CHAT.value:
+        raise ShardlmError("--system is a message before that of a chat: add --chat, or leave it out")
     if _IMAGE.value or _VIDEO.value:
         return answer_with_images()
     from launch.devices import prepare_for

@@ -83,7 +83,7 @@ def main(words: list[str], resolved: Resolved | None = None) -> int:
         source = resolved.config if resolved else _MODEL.value
         return (_sweep_serving if _SWEEP.value else _advise_serving)(source, hardware)
     if _MODEL.value:
-        raise ShardlmError(f"--model={_MODEL.value} goes with --serve")
+        raise ShardlmError(f"--model={_MODEL.value} goes with --serve: add that, or plan training with --config=FILE")
     return (_sweep if _SWEEP.value else _advise)(
         resolved.config, Constraints.parse([*words, *fixed_fields(given(resolved))]), hardware
     )
@@ -213,4 +213,6 @@ if __name__ == "__main__":
 
         with_config = any(word.startswith("--config=") for word in sys.argv)
         run(functools.partial(main, CONSTRAINTS), needs_config=with_config)
+    if any(word.startswith("--model") for word in sys.argv) and not any(w.startswith("--config=") for w in sys.argv):
+        run(functools.partial(main, CONSTRAINTS), needs_config=False)
     run(functools.partial(main, CONSTRAINTS))

@@ -57,6 +57,7 @@ def test_text_depends_on_the_seed_and_not_on_the_mesh(run_dir):
         (["--model={run}", "--prompt=a"], "there is no flag --model; here it is --checkpoint"),
         (["{run}", "--prompt=a"], "unexpected arguments: {run}; options begin with --, as --checkpoint={run}"),
         (["--checkpoint={run}"], "--checkpoint=RUN_DIR and --prompt=TEXT are needed"),
+        (["--checkpoint={run}", "--prompt=a", "--system=b"], "--system is a message before that of a chat: add --chat"),
         (["--checkpoint={run}", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be at least 0"),
         (["--checkpoint={run}", "--prompt=a", "--ema"], "ema"),
     ],
@@ -82,6 +83,18 @@ def test_a_reply_ends_with_the_positions_of_the_model(run_dir):
 )
 def test_names_of_other_programs(launcher, word, message):
     result = run(f"launch.{launcher}", word)
+    assert result.returncode == 1 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--tasks=arc_easy", "--ema"), "--ema goes with --text, and --tasks heeds it not: leave it out"),
+        (("--text=a.txt", "--limit=3"), "--limit goes with --tasks, and --text heeds it not: leave it out"),
+    ],
+)
+def test_flags_of_the_other_way_to_evaluate(words, message):
+    result = run("launch.eval", "--checkpoint=x", *words)
     assert result.returncode == 1 and message in result.stderr
 
 

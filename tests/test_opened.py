@@ -5,6 +5,7 @@ import json
 import pytest
 
 from shardlm.config_json import to_json
+from shardlm.errors import ShardlmError
 from shardlm.models.llama import LlamaConfig
 from shardlm.models.pretrained import Pretrained
 from shardlm.opened import describe
@@ -39,3 +40,9 @@ def test_a_run_has_the_positions_of_its_rows_or_of_the_checkpoint_that_it_began_
     source = Pretrained("elsewhere", config=json.dumps(model)) if isinstance(model, dict) else model
     save_run_files(tmp_path, to_json(RunConfig(source, train=TrainConfig(seq_len=rows))))
     assert describe(tmp_path).longest == longest
+
+
+def test_a_run_in_the_place_of_a_folder_is_told_how_it_becomes_one(tmp_path):
+    save_run_files(tmp_path, to_json(RunConfig(OWN)))
+    with pytest.raises(ShardlmError, match=f"is a run, and .*launch.convert --checkpoint={tmp_path} --output=FOLDER"):
+        Pretrained(str(tmp_path)).transformer()

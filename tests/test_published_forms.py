@@ -47,8 +47,8 @@ def test_generate_convert_and_eval(model, tmp_path):
     home, expected = model
     text = generated(home)
     assert text == f"{PROMPT}{expected['text']}\n"
-    for source, output in ((home, "run"), (tmp_path / "run", "hf")):
-        done = run("launch.convert", f"--checkpoint={source}", f"--output={tmp_path / output}", "--dtype=float16")
+    for source, output, *dtype in ((home, "run"), (tmp_path / "run", "hf", "--dtype=float16")):
+        done = run("launch.convert", f"--checkpoint={source}", f"--output={tmp_path / output}", *dtype)
         assert done.returncode == 0, done.stderr
     assert generated(tmp_path / "run") == generated(tmp_path / "hf") == text
     there, back = (Folder.open(folder).tensors for folder in (home, tmp_path / "hf"))
@@ -62,6 +62,8 @@ def test_generate_convert_and_eval(model, tmp_path):
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     assert found[0] == found[1] and found[0]["tokens"] > 500
+    done = run("launch.convert", f"--checkpoint={home}", f"--output={tmp_path / 'other'}", "--dtype=float16")
+    assert done.returncode == 1 and "--dtype is of a model's folder; runs are written in float32" in done.stderr
 
 
 def test_replies_are_those_of_transformers(model):

@@ -234,7 +234,9 @@ def _open_or_write(
     if (directory / META).exists():
         return TokenShards.open(directory)
     total = sum(source.size for source in what)
-    if config.chat_template:
+    # Of sources with weights some may be texts beside chats, which are learned whole.
+    texts = config.weights and config.packing in ("cut", "whole") and all(one.kind != "jsonl" for one in what)
+    if config.chat_template and not texts:
         of_line = {"pairs": pair, "labelled": labelled}.get(config.packing, conversation)
         return write_lines(
             what,

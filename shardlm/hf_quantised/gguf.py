@@ -231,6 +231,11 @@ def check(options: Mapping[str, Any]) -> None:
         )
 
 
+def in_full(file: pathlib.Path) -> bool:
+    """Whether none of its weights are in few bits."""
+    return all(block.kind in PLAIN for block in shards.read(file).tensors.values())
+
+
 def read(tensors: Mapping[str, Block], options: Mapping[str, Any]) -> dict[str, Any]:
     """The weights by their names in Hugging Face's form."""
     found = places(shards.read(pathlib.Path(options["file"])))

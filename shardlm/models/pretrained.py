@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 
+from shardlm.errors import ShardlmError
 from shardlm.hf_files import Folder, holds_weights, read_config
 from shardlm.hf_quantised import OPTIONS
 from shardlm.models import registry
@@ -29,8 +30,13 @@ class Pretrained:
     @functools.cached_property
     def options(self) -> dict:
         """config.json, with as many modules that predict further tokens as there are: transformers keeps their number
-        and leaves them out. Raises ShardlmError where the folder has none."""
+        and leaves them out. Raises ShardlmError where the folder has none, and for a run."""
         found = json.loads(self.config) if self.config else dict(read_config(pathlib.Path(self.folder)))
+        if "model_type" not in found and "model" in found:
+            raise ShardlmError(
+                f"{self.folder} is a run, and a checkpoint of Hugging Face is needed: write it as one (python -m "
+                f"launch.convert --checkpoint={self.folder} --output=FOLDER), and name that folder"
+            )
         text, modules = found.get("text_config") or found, registry.modules(found)
         option = modules.option if modules else "num_nextn_predict_layers"
         said = text.get(option) or 0

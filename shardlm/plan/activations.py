@@ -231,9 +231,9 @@ def kept(one: Layer, sketch: Sketch) -> Kinds:
     """Bytes on the device that the forward pass keeps of a layer (layers/stack.py), by what they are."""
     remat = sketch.config.remat
     projections = one.queries + one.keys + one.values + one.latents + one.gate
-    if remat == "offload":
+    if remat == "offload" and sketch.gpu.generation != "cpu":
         return {}
-    if remat == "full":
+    if remat in ("full", "offload"):  # the host of a CPU device is the device
         return {"streams kept": one.stream}
     if remat == "names":  # its input and the attention's part; the MLP's is not needed, but where streams are several
         return {"streams kept": one.stream + 2 * one.one if one.one else 2 * one.stream - one.later}

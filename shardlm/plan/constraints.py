@@ -64,12 +64,13 @@ class Constraint:
             raise ShardlmError(f"{text}: {field} is a number of at least {least}")
         if sign != "=" and (not numeric or len(values) > 1):
             raise ShardlmError(f"{text}: {sign} compares with one number; for {field} write {field}=VALUE,VALUE")
-        for value in values if field in WORDS else ():
-            if value.lower() not in WORDS[field]:
+        known = {word.lower(): word for word in WORDS.get(field, ())}
+        for value in values if known else ():
+            if value.lower() not in known:
                 near = difflib.get_close_matches(value, WORDS[field], 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ShardlmError(f"{text}: {field} cannot be {value!r}{hint} (known: {', '.join(WORDS[field])})")
-        return cls(field, sign, values)
+        return cls(field, sign, tuple(known.get(value.lower(), value) for value in values))
 
     def allows(self, value: Any) -> bool:
         compare = _OPERATORS[self.operator]

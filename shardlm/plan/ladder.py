@@ -16,6 +16,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraints
 from shardlm.plan.plan import Plan
 from shardlm.plan.search import search
+from shardlm.plan.sketch import multiplied
 from shardlm.train.config import RunConfig
 
 MOST_GPUS = 2**15  # twice what Llama 3 405B was trained on
@@ -67,7 +68,7 @@ class Ladder:
         shape, length = config.model.transformer(), config.train.seq_len
         macs = shape.attention_macs(attention_pairs([length]) / length, 1)
         flops = training_flops(shape.parameters_per_token(), 1, macs, frozen=config.lora.rank > 0)
-        products = self._constraints.choices("matmul", [config.matmul])
+        products = map(multiplied, self._constraints.choices("matmul", [config.matmul]))
         peaks = [self._gpu.peak.of(name) or 0.0 for name in products if name != "dtype"]
         return self._rate * flops / max([self._gpu.peak.bf16, *peaks])
 

@@ -70,6 +70,8 @@ def _kinds(sketch: Sketch) -> tuple[Kinds, float]:
         "replicas": rests.replicas,
         "batch": rests.batch,
         "images": rests.images,
+        # The host is the device.
+        "on the host": rests.host if sketch.gpu.generation == "cpu" else 0,
     }
     needed, zeros = sketch.once(_temporaries)
     if sketch.config.grpo.reward:

@@ -382,6 +382,8 @@ def settings(config: RunConfig) -> dict[str, Any]:
         chosen["pipeline.schedule"] = config.pipeline.schedule
         if config.pipeline.schedule == "circular":
             chosen["pipeline.rounds"] = config.pipeline.rounds
+    if config.matmul != "dtype":
+        chosen["matmul"] = config.matmul
     if config.optim.moments != "float32":
         chosen["optim.moments"] = config.optim.moments
     away = {f"offload.{name}": True for name, there in dataclasses.asdict(config.offload).items() if there}

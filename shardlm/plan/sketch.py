@@ -181,9 +181,8 @@ class Sketch:
 
     @property
     def products(self) -> str:
-        """Numbers that projections multiply forward: "dtype", "fp8" or "int8"."""
-        scheme = SCHEMES.get(self.config.matmul)
-        return self.config.matmul if scheme is None else scheme.numbers if scheme.served_as else "dtype"
+        """Numbers that projections multiply forward."""
+        return multiplied(self.config.matmul)
 
     @functools.cached_property
     def spread(self) -> Spread:
@@ -243,6 +242,12 @@ class Sketch:
     def staged(self, weight: Weight) -> bool:
         """Whether a pipeline stage holds its own part of it while it is in use."""
         return self.mesh.pipeline > 1 and weight.segment == self.shape.pipelined_segment()
+
+
+def multiplied(matmul: str) -> str:
+    """Numbers that projections multiply forward: "dtype", "fp8" or "int8"."""
+    scheme = SCHEMES.get(matmul)
+    return matmul if scheme is None else scheme.numbers if scheme.served_as else "dtype"
 
 
 def parameters_of(shape: TransformerConfig, dtype: Any = np.float32) -> int:

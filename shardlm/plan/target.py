@@ -32,7 +32,8 @@ class Size:
     """Of a model, as a target names it.
 
     parameters  how many
-    digit       how many the last digit stands for: 1e9 of 70B, 1e8 of 0.5B
+    digit       how many the last digit stands for: 1e9 of 70B, 1e8 of 0.5B; what comes after it may be left out
+                (7B and 14B of Qwen 2.5: 7.62 and 14.8)
     """
 
     text: str
@@ -51,7 +52,8 @@ class Size:
         )
 
     def _is(self, count: int) -> bool:
-        return abs(count - self.parameters) <= max(NEAR * count, self.digit / 2)
+        over = count - self.parameters
+        return abs(over) <= max(NEAR * count, self.digit / 2) or 0 < over < self.digit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from shardlm.checkpoint import Checkpoints, save_unread
 from shardlm.config_json import to_json
 from shardlm.errors import ShardlmError
 from shardlm.execution import DTYPES
-from shardlm.hf_quantised import supported
+from shardlm.hf_quantised import gguf, supported
 from shardlm.merge import merged
 from shardlm.models import registry
 from shardlm.models.naming import apart
@@ -134,7 +134,8 @@ def _check_quantised(opened: Prepared, merge: bool, dtype: str) -> None:
     if found.lora.rank and not merge:
         raise ShardlmError("--quantization of adapters: they stay as they are; add them into the weights (--merge)")
     of_file = isinstance(found.source, Pretrained) and not found.run and not found.lora.rank
-    if of_file and (method := supported(found.source.options)):
+    method = supported(found.source.options) if of_file else ""
+    if method and not ((file := hf_files.behind_it(found.source.options)) and gguf.in_full(file)):
         raise ShardlmError(
             f"--quantization: {found.source.folder} is in few bits already ({method}); write one that is in 16 bits, "
             "or serve this one as it is"

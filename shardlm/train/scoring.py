@@ -36,7 +36,8 @@ def score(
     progress: Progress = lambda stage, done, total: None,
 ) -> Mapping[str, Any]:
     """Loss in nats a token, perplexity and bits per byte of a Hugging Face folder, adapters or a run on text files, cut
-    into rows of seq_len tokens, and how many tokens that is. `precision` is the run's or fp32 by default.
+    into rows of seq_len tokens, and how many tokens that is. `precision` is the run's or fp32 by default; a run that
+    was trained as what will be served in few bits is scored so.
 
     With `chat_template`, a folder or file, the files are conversations, with images too where the model sees: none is
     cut that a row holds, and the loss is that of what the template marks as to be learned, as in training. A run's
@@ -62,6 +63,7 @@ def score(
         ),
         mesh=mesh,
         precision=precision or kept.get("precision", "fp32"),
+        matmul=found.scheme or "dtype",
         train=TrainConfig(global_batch=global_batch, seq_len=seq_len),
     )
     program = Program.make(config, mesh.build(), mtp=False)

@@ -71,6 +71,18 @@ def test_prepared_once_and_again_for_another_template(chats, tmp_path):
     assert second.fingerprint != first.fingerprint and np.any(~second.scored(0, 10**6))
 
 
+def test_texts_beside_chats_by_weight(chats, tmp_path):
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    for name, text in (("template.jinja", SOURCE), ("a.txt", "what is this it is that " * 9)):
+        (tmp_path / name).write_text(text)
+    both, template = (str(chats), str(tmp_path / "a.txt")), str(tmp_path / "template.jinja")
+    own = {"packing": "whole", "cache_dir": str(tmp_path / "cache"), "weights": (1.0, 1.0)}
+    made = prepare(DataConfig(both, both, str(tmp_path), template, **own)).train_sources
+    assert made["a.txt"].scored(0, 999).all() and not made["chats.jsonl"].scored(0, 999).all()
+    with pytest.raises(ShardlmError, match=r"a\.txt: chats are read from \.jsonl"):
+        prepare(DataConfig(both, both, str(tmp_path), template, **own | {"weights": ()}))
+
+
 def test_text_is_learned_whole(tmp_path):
     (tmp_path / "a.txt").write_text("what is this")
     TOKENIZER.save(tmp_path / "tokenizer.json")

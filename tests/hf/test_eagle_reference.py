@@ -121,6 +121,12 @@ def test_what_cannot_draft_is_refused(tmp_path, target):
     refused("d2t names tokens from 0 to 0, 39 of them twice", tensors={"d2t": -np.arange(40)})
 
 
+def test_a_head_that_is_given_as_a_model_is_told_how_it_drafts(target):
+    asked = SpeculativeConfig.parse({"model": str(HERE / "specforge"), "num_speculative_tokens": 2})
+    with pytest.raises(ShardlmError, match=r"specforge holds a head of EAGLE-3, .* add '\"method\": \"eagle3\"'"):
+        open_draft_model(asked, target[0].config, 64, MeshSpec(), "float32")
+
+
 def test_stages_in_several_processes_are_refused():
     with pytest.raises(ShardlmError, match="'eagle3' does not go with pipeline=2 over several processes"):
         _check_processes(asked("head"), 2)

@@ -25,6 +25,7 @@ from shardlm.hf_files import Folder, Planned, write_folder
 from shardlm.hf_quantised.codes import FP4
 from shardlm.hf_quantised.gguf import Blocks, _opened
 from shardlm.hf_quantised.gguf_kinds import KINDS
+from shardlm.train.convert import to_hf
 from shardlm.weights import own_tensors
 
 # The converter leaves out how a rotation is stretched that depends on each row's length.
@@ -120,6 +121,19 @@ def test_logits_are_the_folder_s(tmp_path):
         with jax.set_mesh(model.mesh):
             found.append(jax.jit(logits_of, static_argnums=0)(model.model, model.params, tokens))
     assert np.array_equal(*found)
+
+
+def test_a_file_in_16_bits_is_written_in_few(tmp_path):
+    folder = gguf_models.as_told("llama_tied", tmp_path / "llama")
+    file = gguf_models.convert(folder, tmp_path / "model.gguf", "BF16")
+    for path in (file, folder):
+        to_hf(path, tmp_path / f"of_{path.name}", quantization="W8A8")
+    ours, theirs = (Folder.open(tmp_path / f"of_{path.name}").tensors for path in (file, folder))
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[n].read(...), theirs[n].read(...)) for n in ours)
+    some = {"token_embd.weight": "Q8_0"}
+    few = gguf_models.convert(folder, tmp_path / "few.gguf", lambda name, shape: some.get(name, "BF16"))
+    with pytest.raises(ShardlmError, match=r"in few bits already \(gguf\)"):
+        to_hf(few, tmp_path / "of_few", quantization="W8A8")
 
 
 def mixed(name, shape):

@@ -11,6 +11,7 @@ from shardlm.clusters import CLUSTERS
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.hardware_file import SHIPPED
+from shardlm.ops.schemes import SCHEMES
 from shardlm.plan.advice import SYSTEMS, advise, kind_named
 from shardlm.plan.advice_output import reasons, to_json, to_text
 from shardlm.plan.asked import cluster_of
@@ -50,6 +51,12 @@ def test_the_fewest_is_the_first_of_all_doublings_that_reaches_the_rate(rates):
         assert exactly.rate == rates[count]
     above = ladder(rates[32] * 1.0001).fewest()
     assert above.num_gpus > 32 and above.rate >= rates[32] * 1.0001
+
+
+def test_no_number_is_left_out_that_products_of_what_will_be_served_may_reach():
+    least = {one: ladder(1e7, dataclasses.replace(small(), matmul=one)).least for one in ("dtype", "fp8", *SCHEMES)}
+    assert least["W4A16"] == least["W8A16"] == least["dtype"]
+    assert least["FP8_DYNAMIC"] == least["fp8"] < least["dtype"]
 
 
 def test_between_doublings_there_are_sixteenths_of_whole_hosts(rates):
@@ -198,11 +205,16 @@ def test_a_size_that_a_target_names_is_the_models():
     named("70B", 70.55e9)
     named("7B", 6.74e9)
     named("1B", 1.24e9)  # rounds to it
+    named("7B", 7.616e9)  # is cut to it, Qwen 2.5's
+    named("14B", 14.77e9)
     named("7e10", 70.55e9)
     for size in ("47B", "13B"):
         named(size, 46.7e9, 12.88e9)
     with pytest.raises(ShardlmError, match=r"says 8B, and .* has 46\.7B parameters, 12\.9B of them for each .* 8B"):
         named("8B", 46.7e9, 12.88e9)
+    for size in ("8B", "6B"):
+        with pytest.raises(ShardlmError, match="has 7B parameters"):
+            named(size, 7.0e9)
     with pytest.raises(ShardlmError, match=r"says 0\.6B, and the configuration's model has 494M parameters; name the"):
         named("0.6B", 494e6)
 

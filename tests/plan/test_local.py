@@ -38,6 +38,7 @@ from shardlm.plan.search import search
 from shardlm.plan.serving.case import ServedModel, ServingCase
 from shardlm.plan.sweep import Over, around, base_cluster, sweep
 from shardlm.serve.engine_config import EngineConfig
+from shardlm.train.config import OffloadConfig
 
 BENCH = "configs/bench_strategies.py"
 
@@ -196,6 +197,17 @@ def test_auto_plans_with_the_profile_of_these_devices_alone(tmp_path):
         cluster_of_devices([types.SimpleNamespace(device_kind="NVIDIA H200", process_index=0)], profile)
     with pytest.raises(ShardlmError, match=r"or measure them .* and give --hardware_profile=FILE"):
         cluster_of_devices(cpus)
+
+
+def test_what_rests_in_a_hosts_memory_is_in_that_of_its_cpu_devices():
+    cluster, config = cluster_of_profile(planted(collectives=EVERY)), load(BENCH)
+    config = dataclasses.replace(config, rules="zero3", mesh=MeshSpec(fsdp=8))
+    for away in (OffloadConfig(optimizer=True), OffloadConfig(optimizer=True, params=True)):
+        memory = Plan.of(dataclasses.replace(config, offload=away), cluster).memory
+        assert memory.kinds["on the host"] == memory.host > 0
+        assert memory.total >= Plan.of(config, cluster).memory.total
+    full, offload = (dataclasses.replace(config, remat=remat) for remat in ("full", "offload"))
+    assert Plan.of(offload, cluster).memory.total == Plan.of(full, cluster).memory.total  # compiled, they are equal
 
 
 def test_a_serving_plan_takes_no_profile():

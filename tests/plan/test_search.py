@@ -95,11 +95,19 @@ def test_constraints_leave_only_what_they_allow(found):
         ("rules=zero3,zero4", "rules cannot be 'zero4'; did you mean zero3?"),
         ("remat=some", "remat cannot be 'some' (known: none, "),
         ("offload.optimizer=maybe", "offload.optimizer cannot be 'maybe'"),
+        ("matmul=W4A17", "matmul cannot be 'W4A17'; did you mean W4A16?"),
     ],
 )
 def test_what_is_no_constraint_is_refused(word, message):
     with pytest.raises(ShardlmError, match=re.escape(message)):
         Constraint.parse(word)
+
+
+def test_words_are_taken_however_they_are_written():
+    """As a configuration has them, of which some are in capitals."""
+    for word in ("matmul=W4A16,fp8", "matmul=w4a16,FP8"):
+        assert Constraints.parse([word]).choices("matmul", ["dtype"]) == ["W4A16", "fp8"]
+    assert Constraint.parse("offload.params=True").allows(True)
 
 
 def test_divisors_are_those_of_large_numbers_too():
@@ -245,6 +253,8 @@ def test_auto_takes_the_best_mesh_for_the_devices_and_leaves_what_was_given(foun
     assert settings(chosen)["mesh.fsdp"] == chosen.mesh.fsdp
     held, _ = auto_mesh(config("llama3_8b"), H100, [("remat", "full"), ("train.seq_len", "8192"), ("rules", "zero1")])
     assert (held.remat, held.rules) == ("full", "zero1")
+    held, _ = auto_mesh(config("llama3_8b"), H100, [("matmul", "W4A16"), ("rules", "zero3"), ("remat", "full")])
+    assert held.matmul == "W4A16" == settings(held)["matmul"] and "matmul" not in settings(chosen)
     with pytest.raises(ShardlmError, match="nothing fits on 4 x h100; the least is"):
         auto_mesh(config("llama3_70b"), cluster_of("h100", None, 4), [])
     with pytest.raises(ShardlmError, match="none are known of 'cpu'"):

@@ -178,5 +178,7 @@ def test_the_command_advises_and_says_what_is_wrong():
     assert done.returncode == 1 and "attainment=0.9 is the share of requests that must keep" in done.stderr
     done = run("launch.whatif", "--config=configs/llama3_8b.py", "--target=2T tokens in 30 days", "--attainment=0.9")
     assert (done.returncode, done.stderr) == (1, "error: --attainment goes with --serve: add that, or leave it out\n")
+    done = run("launch.whatif", "--model=FOLDER", "--target=serve 500 requests/s at 2k in, 200 out")
+    assert done.returncode == 1 and "--model=FOLDER goes with --serve: add that" in done.stderr, done.stderr
     done = run("launch.whatif", *words, "--target=5 requests/s at 2k in, 2 out", "--prompt_len=3")
     assert done.returncode == 1 and "--prompt_len is what the target says" in done.stderr, done.stderr

@@ -21,6 +21,7 @@ from shardlm.opened import prepare
 from shardlm.run_files import save_run_files
 from shardlm.train import convert
 from shardlm.train.config import RunConfig
+from shardlm.train.scoring import score
 from shardlm.weights import own_tensors
 
 DENSE = dataclasses.replace(CONFIG, embed_dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=256)
@@ -97,3 +98,19 @@ def test_another_scheme_is_written_with_searched_scales(tmp_path):
         convert.to_hf(tmp_path / matmul, tmp_path / f"{matmul} few", quantization="W4A16")
         found[matmul] = own_tensors(Folder.open(tmp_path / f"{matmul} few"))[tensor].read(...)
     assert not np.array_equal(found["dtype"], found["W4A16"])
+
+
+def test_a_run_is_scored_as_it_was_trained(tmp_path):
+    """By launch.eval's function: as the folder that is written of it, and not as its float32 weights."""
+    shape = dataclasses.replace(DENSE, num_layers=1)
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 20)
+    for matmul in ("dtype", "W4A16"):
+        trained(shape, matmul, tmp_path / matmul)
+    convert.to_hf(tmp_path / "W4A16", tmp_path / "few", dtype="float32", quantization="W4A16")
+
+    def loss(checkpoint: str) -> float:
+        how = {"mesh": MeshSpec(fsdp=8), "seq_len": 32, "global_batch": 8, "cache_dir": str(tmp_path / "cache")}
+        return score(tmp_path / checkpoint, [str(tmp_path / "text.txt")], **how)["loss"]
+
+    exact, rounded, written = map(loss, ("dtype", "W4A16", "few"))
+    assert rounded == pytest.approx(written, rel=1e-6) and abs(rounded - exact) > 1e-4 * exact

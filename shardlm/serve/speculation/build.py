@@ -22,7 +22,7 @@ from shardlm.serve.runner_config import RunnerConfig
 from shardlm.serve.speculation.config import SpeculativeConfig
 from shardlm.serve.speculation.draft_model import DraftModelProposer
 from shardlm.serve.speculation.eagle import EagleProposer
-from shardlm.serve.speculation.eagle_files import HEAD, open_head
+from shardlm.serve.speculation.eagle_files import HEAD, holds_head, open_head
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.speculation.proposer import Proposer
@@ -107,6 +107,11 @@ def open_draft_model(
         return None
     if config.method == "eagle3":
         return _open_head(config.model, shape, length, mesh, dtype, kv_cache, devices)
+    if holds_head(config.model):
+        raise ShardlmError(
+            f"speculative_config: {config.model} holds a head of EAGLE-3, which drafts by the model's streams: add "
+            '\'"method": "eagle3"\''
+        )
     found = describe(config.model, length)
     drafting, longest = found.source.transformer(), found.longest
     own, vocab = drafting.vocab_size, shape.vocab_size

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from shardlm import weights
 from shardlm.errors import ShardlmError
 from shardlm.execution import execution_of
-from shardlm.hf_files import Folder, read_config
+from shardlm.hf_files import Folder, holds_weights, read_config
 from shardlm.layers.lora import LoraConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models import eagle
@@ -52,6 +52,14 @@ class Head:
     @functools.cached_property
     def folder(self) -> Folder:
         return dataclasses.replace(Folder.open(self.source.folder), config=self.source.options)
+
+
+def holds_head(path: str | os.PathLike) -> bool:
+    """Whether a folder is a head's, whatever it calls itself. Raises ShardlmError where there is none."""
+    folder = find(path)
+    if not (folder / "config.json").is_file() or not holds_weights(folder):
+        return False
+    return eagle.is_head(read_config(folder), Folder.open(folder).tensors)
 
 
 def describe_head(path: str | os.PathLike, length: int = 0) -> Head:
