@@ -97,6 +97,10 @@ class Gpu:
         """Whether the matrix units take fp8: from compute capability 8.9 (Ada) on."""
         return self.generation != "ampere"
 
+    def joined(self, count: int) -> int:
+        """Of a host's so many GPUs, how many reach each other over NVLink: all, or each itself alone."""
+        return count if self.nvlink_bytes_per_second and self.nvlink_domain >= count else 1
+
 
 # Peaks, bandwidths and links: NVIDIA's documents. Where one prints sparse figures only, half of them.
 _A100_SHEET = (

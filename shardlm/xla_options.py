@@ -92,6 +92,14 @@ def _over_pcie(mesh: Mesh) -> bool:
     return enough and gpu is not None and gpu.nvlink_domain < mesh.devices.size and not _over_network(mesh)
 
 
+def joined_in_host(mesh: Mesh) -> int:
+    """How many of a host's GPUs NVLink joins; 1 where they are not known."""
+    first = mesh.devices.flat[0]
+    gpu = hardware.lookup(first.device_kind)
+    own = sum(device.process_index == first.process_index for device in mesh.devices.flat)
+    return gpu.joined(own) if gpu else 1
+
+
 def _over_many(mesh: Mesh) -> bool:
     """Where a gather over all that weights are split over takes most of its time in steps from device to device."""
     return math.prod(mesh.shape.get(axis, 1) for axis in ("fsdp", "expert", "context")) >= 512

@@ -3,7 +3,7 @@
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.mixtral import MixtralConfig
 
-# 8 experts of which a token visits 2: over 2 devices tokens are gathered, over 4 and 8 they are sent.
+# 8 experts of which a token visits 2: over 2 devices tokens are gathered, over 4 and 8 of a CPU's they are sent.
 MOE = MixtralConfig(
     vocab_size=64,
     embed_dim=32,

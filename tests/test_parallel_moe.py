@@ -21,9 +21,9 @@ from shardlm.train.step import NextToken, StepConfig, gradients
 FP32 = 1e-5
 
 
-def loss_and_gradients(spec, preset="zero3", config=MOE, accumulation=1, one_f_one_b=False, context="ring"):
+def loss_and_gradients(spec, preset="zero3", config=MOE, accumulation=1, one_f_one_b=False, context="ring", **more):
     with jax.set_mesh(mesh_of(spec)):
-        how = {"remat": "full", "microbatches": accumulation, "context_attention": context}
+        how = {"remat": "full", "microbatches": accumulation, "context_attention": context} | more
         model = model_on(spec, preset, config, **how)
         step = StepConfig(accumulation=accumulation, objective=NextToken(1e-3), one_f_one_b=one_f_one_b)
         run = jax.jit(lambda p, b: gradients(model, p, b, jnp.float32(1), step))
@@ -65,6 +65,11 @@ def test_what_one_device_reports():
 )
 def test_every_way_to_the_experts(spec, preset):
     assert_same(loss_and_gradients(spec, preset))
+
+
+def test_tokens_gathered_over_more_devices_than_a_token_goes_to():
+    """As on GPUs of a host, beside weights that come over the network."""
+    assert_same(loss_and_gradients(MeshSpec(expert=4, tensor=2), gathers_tokens=True))
 
 
 def test_accumulation_does_not_change_the_balance():

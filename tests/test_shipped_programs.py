@@ -70,7 +70,7 @@ KINDS = {
     },
     "diloco_two_sites": {"fsdp": SHARDED},  # nothing over data: most steps are a site's own
     "mixtral_8x7b": {
-        "expert": {"ragged-all-to-all", "all-to-all"},  # tokens, and how many
+        "expert": {GATHER, SCATTER},  # tokens, as weights come over the network and tokens do not
         "fsdp": {GATHER, SCATTER},  # experts' weights
         "fsdp+expert": SHARDED,  # all other weights
     },

@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from shardlm import xla_options
 from shardlm.errors import ShardlmError
+from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
 from shardlm.models.mixtral import MixtralConfig
+from shardlm.plan.sketch import Sketch
 from shardlm.topology import topology
 from shardlm.train.config import RunConfig, TrainConfig
 from shardlm.train.program import Program
-from shardlm.xla_options import PROFILES, Option, check_options, profile_of, resolve_profile
+from shardlm.xla_options import PROFILES, Option, check_options, joined_in_host, profile_of, resolve_profile
 
 HAS_PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
 needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs jax's CUDA plugin: pip install 'shardlm[cuda13]'")
@@ -161,9 +163,10 @@ def test_tokens_are_sent_to_experts_by_nccl_and_alone(monkeypatch):
 
 @pytest.mark.gpu_program
 @needs_plugin
-@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("devices", [8, 32])
 def test_programs_that_send_tokens_say_so(devices):
-    """Of 8 experts two are chosen: over 8 devices tokens are sent, over two they are gathered."""
+    """Of 8 experts two are chosen: over the 8 devices of one host tokens are sent, over two they are gathered, and
+    over a host's of several, as plans have it."""
     mixture = MixtralConfig(
         vocab_size=512, embed_dim=256, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64, expert_dim=256
     )
@@ -175,12 +178,24 @@ def test_programs_that_send_tokens_say_so(devices):
         program = Program.make(config, mesh.build(topology("h100", devices // 8, 8)))
         found = program.xla_options()
         assert not found.left_out
+        sketch = Sketch.of(config, GPUS["h100"])
+        assert sketch.execution.gathers_tokens == program.model.execution.gathers_tokens == (devices > 8)
         return found.options, "ragged_all_to_all" in program.lower_step().as_text()
 
-    for expert, ragged in ((8, True), (2, False)):
+    for expert, ragged in ((8, devices == 8), (2, False)):
         found, there = options(expert)
         assert there == ragged
         assert (found.get("xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel", True) is False) == ragged
+
+
+def test_nvlink_joins_all_of_a_host_or_none():
+    def joined(kind, hosts, each):
+        return joined_in_host(mesh_of(*(fake(kind=kind, process_index=i) for i in range(hosts) for _ in range(each))))
+
+    assert joined("NVIDIA H100 80GB HBM3", 2, 8) == joined("NVIDIA A100-SXM4-80GB", 1, 8) == 8
+    assert joined("NVIDIA GB200", 4, 4) == 4
+    assert joined("NVIDIA A40", 1, 2) == 2  # by a bridge
+    assert joined("NVIDIA A40", 1, 4) == joined("NVIDIA L40S", 2, 8) == joined("another maker's", 2, 8) == 1
 
 
 def test_every_option_has_a_reason():

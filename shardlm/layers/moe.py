@@ -271,7 +271,8 @@ class Moe(nnx.Module):
 
 def dispatch_of(config: MoeConfig, execution: Execution) -> Dispatch:
     ranks = execution.rules.mesh.expert if execution.rules.use.axes("experts") else 1
-    exchange = expert_dispatch.choose(ranks, config.top_k, "expert" in execution.rules.act.axes("batch"))
+    split = "expert" in execution.rules.act.axes("batch")
+    exchange = expert_dispatch.choose(ranks, config.top_k, split, execution.gathers_tokens)
     ragged = execution.grouped_matmul == "tokamax"
     return Dispatch(config.num_experts, ranks, exchange, config.capacity_factor, ragged)
 

@@ -58,13 +58,12 @@ class Execution:
     adapters   how many of them lie side by side in parts of lora.rank, of which a row of tokens has one or none
                (layers/lora.py); 0: a single one, which all rows have
     shares     float [B, lora.rank], of a call with several: what each row takes of each part
-    weights    what projections and experts are held in, and whether projections multiply that
-               (ops/weight_format.py)
+    weights    what projections and experts are held in, and may be multiplied in (ops/weight_format.py)
     paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
     kv_cache   what keys and values are held in (ops/kv_format.py)
     made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
-    few_bits   implementation of products with weights in few bits, resolved: "dequantised" or "pallas"
-               (ops/grouped_weights.py)
+    few_bits   of products with weights in few bits, resolved: "dequantised" or "pallas" (ops/grouped_weights.py)
+    gathers_tokens  whether experts gather the tokens of all devices of their axis (ops/expert_dispatch.py, `near`)
     handed_out  of a decoder whose layers are apart, behind how many of them its stream is handed out (context.HANDED)
     fused_rows tokens up to which projections are kernels with norm and gate (layers/fused.py), and what is between them
                and pages is one (ops/rotate_write.py); 0: none
@@ -91,6 +90,7 @@ class Execution:
     few_bits: GroupedProducts = "dequantised"
     handed_out: tuple[int, ...] = ()
     fused_rows: int = 0
+    gathers_tokens: bool = False
 
     @property
     def by_scheme(self) -> bool:

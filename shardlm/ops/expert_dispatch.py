@@ -12,6 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from shardlm.mesh import MeshSpec
 from shardlm.ops.or_zero import or_zero, zeros_beside
 
 Exchange = Literal["local", "everywhere", "gather", "all_to_all"]
@@ -46,16 +47,36 @@ class Dispatch:
         return self.ragged and self.exchange == "all_to_all"
 
 
-def choose(ranks: int, top_k: int, split: bool = True) -> Exchange:
+def choose(ranks: int, top_k: int, split: bool = True, near: bool = False) -> Exchange:
     """The exchange that moves fewer bytes. With n tokens of D numbers a device, gathering all tokens of the axis and
     scattering the sums moves 2 (ranks - 1) n D; sending each pair to its expert and back 2 (ranks - 1) / ranks k n D.
-    So tokens are gathered up to `top_k` devices, where each of them has work for most tokens anyway. Where they are not
-    split over the axis, as in decoding, every device has them: each runs its own experts, and only sums travel."""
+    So tokens are gathered up to `top_k` devices, where each of them has work for most tokens anyway; where devices are
+    `near`, whatever it moves. Where they are not split over the axis, as in decoding, every device has them: each runs
+    its own experts, and only sums travel."""
     if ranks == 1:
         return "local"
     if not split:
         return "everywhere"
-    return "gather" if ranks <= top_k else "all_to_all"
+    return "gather" if near or ranks <= top_k else "all_to_all"
+
+
+def near(mesh: MeshSpec, joined: int) -> bool:
+    """Whether tokens are gathered however few experts a token goes to: `beside_weights`, on a mesh over several hosts,
+    of each of which NVLink joins so many devices, where those of the expert axis lie in one host. It moves ranks /
+    top_k times as much, over the fastest link; sent, tokens are one collective at a time (xla_options.py), for which
+    the weights that come over the network wait, and pass through two more buffers."""
+    group = mesh.size("expert", "context", "tensor")
+    inside = group <= joined and joined % group == 0
+    return inside and beside_weights(mesh) and mesh.size(*mesh.sizes()) > joined
+
+
+def beside_weights(mesh: MeshSpec) -> bool:
+    """Whether several weights may come at once as tokens go to experts (xla_options.py). Compiled for H100, seconds and
+    GiB of temporaries sent and gathered: Mixtral on 32 as fsdp=4 x expert=8 2.59 and 2.22, 22.8 and 23.2; 12 layers of
+    DeepSeek V3 with 4 of 64 experts a token so 0.922 and 0.819, 21.5 and 17.8. Of Mixtral 8 layers on 16 as fsdp=2 x
+    expert=8, where weights come one by one, 0.616 and 0.620, 17.8 and 18.1; on 8, where none come, 0.569 and 0.558,
+    21.5 and 22.9. In stages it was not compared."""
+    return mesh.expert > 1 and mesh.fsdp >= 4 and mesh.pipeline == 1
 
 
 def run_experts(dispatch: Dispatch, x, weights, experts, run: Experts) -> tuple[jax.Array, jax.Array]:

@@ -11,10 +11,9 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
-from shardlm.layers.moe import MoeConfig
+from shardlm.layers.moe import MoeConfig, dispatch_of
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.layers.shortcut import ShortcutConfig
-from shardlm.ops import expert_dispatch
 from shardlm.ops.attention_pair import BIAS_BYTES
 from shardlm.plan import compressed_attention, linear_attention
 from shardlm.plan.attention import gates_of, heads_given, keeps_heads
@@ -174,8 +173,7 @@ def _latent_dims(attention, sketch: Sketch) -> int:
 
 def _exchange(block: BlockConfig, sketch: Sketch) -> str:
     """How rows come to experts; "" without any."""
-    moe = isinstance(block.mlp, MoeConfig)
-    return expert_dispatch.choose(sketch.mesh.expert, block.mlp.top_k) if moe else ""
+    return dispatch_of(block.mlp, sketch.execution).exchange if isinstance(block.mlp, MoeConfig) else ""
 
 
 def exchanges(sketch: Sketch) -> set[str]:
@@ -201,8 +199,7 @@ def itemsize(sketch: Sketch) -> int:
 def _visitors(moe: MoeConfig, sketch: Sketch) -> float:
     """Rows of experts for which this device has room (ops/expert_dispatch.py)."""
     ranks = sketch.mesh.expert
-    exchange = expert_dispatch.choose(ranks, moe.top_k)
-    if exchange == "local":
+    if ranks == 1:
         return sketch.tokens * moe.top_k
     worst = sketch.tokens * min(moe.top_k, moe.num_experts / ranks) * ranks
     even = sketch.tokens * moe.top_k

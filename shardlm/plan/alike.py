@@ -5,6 +5,7 @@ programs, only rates and memory are others."""
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+from shardlm.ops.expert_dispatch import beside_weights, near
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.cost import Layers
 from shardlm.plan.sketch import Sketch
@@ -30,7 +31,7 @@ class Shared:
         key = tuple(config.mesh.sizes().values())
         key += config.rules, pipeline.schedule, pipeline.rounds, train.global_batch, train.accumulation
         key += config.matmul, config.remat, config.optim.moments, config.offload.optimizer, config.offload.params
-        key += config.unroll, *programs_of(cluster)
+        key += config.unroll, *programs_of(cluster), near(config.mesh, _joined(cluster))
         found = self._sketches.get(key)
         if found is None:
             found = self._sketches[key] = Sketch.of(config, cluster.gpu, cluster.gpus_per_host)
@@ -67,7 +68,7 @@ class Alike:
     def layers(self, sketch: Sketch) -> Layers:
         config = sketch.config
         key = (*alike(config), config.pipeline, config.matmul, config.remat, config.train.accumulation)
-        key += (config.unroll, config.optim.moments, Layers.by_rest(sketch))
+        key += (config.unroll, config.optim.moments, sketch.execution.gathers_tokens, Layers.by_rest(sketch))
         if key not in self._layers:
             own = config.train, *programs_of(self.cluster)
             made = self.once("layers", (*key, *own), lambda: Layers.made(sketch))
@@ -80,9 +81,14 @@ def programs_of(cluster: Cluster) -> tuple[Any, ...]:
     return cluster.gpu.generation, cluster.num_gpus > cluster.gpus_per_host
 
 
+def _joined(cluster: Cluster) -> int:
+    return cluster.gpu.joined(min(cluster.gpus_per_host, cluster.num_gpus))
+
+
 def inner(config: RunConfig) -> tuple[int, ...]:
-    """Sizes of the axes that split layers."""
-    return (config.mesh.pipeline, *(config.mesh.size(axis) for axis in INNER))
+    """Sizes of the axes that split layers, and what decides how tokens reach experts besides."""
+    mesh = config.mesh
+    return (mesh.pipeline, *(mesh.size(axis) for axis in INNER), beside_weights(mesh))
 
 
 def alike(config: RunConfig) -> tuple[Any, ...]:

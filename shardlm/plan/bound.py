@@ -7,6 +7,7 @@ import math
 
 from shardlm.layers.pipeline import Schedule
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.ops.expert_dispatch import beside_weights
 from shardlm.plan.alike import INNER
 from shardlm.plan.plan import Plan
 from shardlm.train.config import RunConfig
@@ -20,7 +21,7 @@ COMPUTING, WAITING, STAGED = 0.95, 0.8, 0.9
 class Bound:
     """seconds    of the fastest plan so far that fits
     computing  the least that any plan computes, in seconds
-    waiting    sizes of INNER -> the least that any plan waits for communication over them
+    waiting    by `_inner`, the least that any plan waits for communication over these axes
     """
 
     shape: TransformerConfig
@@ -64,4 +65,4 @@ def _idle(repeats: int, stages: int, laps: int, microbatches: int, both_ways: bo
 
 
 def _inner(config: RunConfig) -> tuple[int, ...]:
-    return tuple(config.mesh.size(axis) for axis in INNER)
+    return (*(config.mesh.size(axis) for axis in INNER), beside_weights(config.mesh))

@@ -159,6 +159,10 @@ def _of_other_layers(sketch: Sketch) -> dict[str, bool]:
             any(chosen_bytes(block.attention, sketch) for block in shape.kinds)
             and (config.remat == "dots" or sketch.mesh.pipeline > 1 or shape.shared_choice)
         ),
+        "tokens gathered over more GPUs of a host than they have experts, beside latent attention, needed 7% more (1 "
+        "compiled program)": sketch.execution.gathers_tokens
+        and _latent(sketch)
+        and any(0 < getattr(block.mlp, "top_k", 0) < sketch.mesh.expert for block in shape.kinds),
         "inputs of each layer's own were compared with remat=full, fsdp, tensor and one microbatch alone": (
             shape.inputs is not None
             and (config.remat != "full" or sketch.passes > 1 or sketch.mesh.data > 1 or config.lora.rank > 0)
@@ -237,7 +241,8 @@ def _without_loop(sketch: Sketch) -> bool:
 def _unlike_adapted(sketch: Sketch) -> bool:
     """Whether adapters are beside rows that are sent or latents in a run of a kind that no recorded program is of."""
     config, mesh = sketch.config, sketch.mesh
-    there = config.lora.rank > 0 and ("all_to_all" in exchanges(sketch) or _latent(sketch))
+    moved = "all_to_all" in exchanges(sketch) or sketch.execution.gathers_tokens
+    there = config.lora.rank > 0 and (moved or _latent(sketch))
     alike = config.remat == "full" and mesh.fsdp > 1 and mesh.context == mesh.tensor == mesh.pipeline == 1
     return there and not (alike and sketch.passes == 1 and sketch.num_gpus <= sketch.gpus_per_host)
 

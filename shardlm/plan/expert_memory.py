@@ -4,8 +4,7 @@ weights that a kernel wants turned. Products are compute.py's, what is sent traf
 import math
 from collections.abc import Iterator
 
-from shardlm.layers.moe import MoeConfig
-from shardlm.ops.expert_dispatch import choose as choose_exchange
+from shardlm.layers.moe import MoeConfig, dispatch_of
 from shardlm.plan.op import Op
 from shardlm.plan.program_layers import filled
 from shardlm.plan.sketch import Sketch
@@ -34,7 +33,7 @@ def _on_gpu(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     D, F, ranks = moe.read_dim(sketch.shape.embed_dim), moe.expert_dim / sketch.mesh.tensor, sketch.mesh.expert
     pairs = sketch.tokens * moe.working
     room = pairs / filled(moe, ranks, sketch.tokens)
-    exchange = choose_exchange(ranks, moe.top_k)
+    exchange = dispatch_of(moe, sketch.execution).exchange
     if exchange == "all_to_all":
         there, back = 9 * room + 2 * pairs, 12 * room + 4 * pairs
     else:
@@ -55,7 +54,7 @@ def _on_cpu(sketch: Sketch, moe: MoeConfig) -> Iterator[Op]:
     taken, sorted, brought back and summed by their weights. R are the rows of buffers, p pairs of a token and an
     expert, n the tokens that they come from. Sent, rows lie in two more buffers, and whole ones travel."""
     D, F, ranks = moe.read_dim(sketch.shape.embed_dim), moe.expert_dim / sketch.mesh.tensor, sketch.mesh.expert
-    into, exchange = len(moe.projections) - 1, choose_exchange(ranks, moe.top_k)
+    into, exchange = len(moe.projections) - 1, dispatch_of(moe, sketch.execution).exchange
     n = sketch.tokens * (ranks if exchange == "gather" else 1)
     p, sent = n * moe.working, exchange == "all_to_all"
     R = sketch.tokens * moe.working / filled(moe, ranks, sketch.tokens)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
+from shardlm.ops.expert_dispatch import beside_weights
 from shardlm.plan.alike import Alike, alike, inner
 from shardlm.plan.bound import Bound
 from shardlm.plan.changed import changed
@@ -200,6 +201,8 @@ def _nearest(config: RunConfig) -> RunConfig:
     rest whole, as layers use them, and between a stage and the next there are no devices of fsdp (mesh.AXES)."""
     if len(alike(config)) > len(inner(config)):
         return config
+    if beside_weights(config.mesh):  # by which tokens reach experts as they do
+        return changed(config, rules="replicated")
     mesh = dataclasses.replace(config.mesh, data=config.mesh.data * config.mesh.fsdp, fsdp=1)
     return changed(config, mesh=mesh, rules="replicated")
 

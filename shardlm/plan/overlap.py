@@ -29,7 +29,7 @@ IN_STAGES = {"gpipe": 0.15, "circular": 0.15, "1f1b": 0.33}
 # Of sums of gradients in every tick, over context or expert: 0.45 in 8 stages of 70B (zero1), 0.42 in V3.
 SUMS_IN_STAGES = 0.4
 # Where tokens are sent to experts one collective is under way at a time (xla_options.py): of gathers 0.24 is hidden, of
-# scatters 0.42 (Mixtral on 32, compiled).
+# scatters 0.42 (Mixtral on 32 so, compiled).
 BESIDE_TOKENS = 0.3
 
 

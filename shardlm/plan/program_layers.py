@@ -10,9 +10,8 @@ from shardlm.layers.block import BlockConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
-from shardlm.layers.moe import MoeConfig
+from shardlm.layers.moe import MoeConfig, dispatch_of
 from shardlm.layers.short_conv import ShortConvConfig
-from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.ops.ring_attention import stops
 from shardlm.plan import sparse_attention as choosing
 from shardlm.plan.beside import forward_activations
@@ -299,7 +298,7 @@ def _experts(sketch: Sketch, block: BlockConfig, runs: Runs) -> Iterator[Sent]:
     ranks, item, n = sketch.mesh.expert, sketch.itemsize, sketch.tokens
     times = (runs.forward + 1 + runs.again) * runs.layers
     row = moe.read_dim(sketch.shape.embed_dim) * item
-    if choose_exchange(ranks, moe.top_k) == "gather":
+    if dispatch_of(moe, sketch.execution).exchange == "gather":
         mixed = 4 * moe.top_k  # the weights of a token's experts; and which they are
         there = (row * times + 2 * mixed * (times - runs.layers)) * n * (ranks - 1)
         # The results of a second run are not needed, but where it is learned how much of them goes to each stream, or

@@ -149,7 +149,8 @@ class Sketch:
     @classmethod
     def of(cls, config: RunConfig, gpu: Gpu, gpus_per_host: int = 8, images: "RowImages | None" = None) -> "Sketch":
         """Raises ShardlmError as `Program.make` does, for whatever does not divide or does not exist."""
-        settled = settle(config, config.mesh, Described.of(gpu), traced=False)
+        joined = gpu.joined(min(gpus_per_host, config.mesh.size(*config.mesh.sizes())))
+        settled = settle(config, config.mesh, Described.of(gpu), traced=False, joined=joined)
         refuse(settled.shape, config.train.seq_len, config.mesh)
         weights = _weights(settled)
         if config.optim.moments == "int8":

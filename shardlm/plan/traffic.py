@@ -13,11 +13,10 @@ from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mla import MlaConfig
-from shardlm.layers.moe import MoeConfig
+from shardlm.layers.moe import MoeConfig, dispatch_of
 from shardlm.layers.short_conv import ShortConvConfig
 from shardlm.mesh import AXES, MeshSpec
 from shardlm.ops.expert_dispatch import Exchange
-from shardlm.ops.expert_dispatch import choose as choose_exchange
 from shardlm.plan.changed import changed
 from shardlm.plan.compressed_attention import numbers
 from shardlm.plan.linear_attention import convolved
@@ -158,7 +157,7 @@ def _layers(sketch: Sketch, exchange: Exchange | None) -> Iterator[Sent]:
         yield Sent(("pipeline",), "between stages", moved * stream / mesh.tensor, PERMUTE, moved)
     for block in shape.all_blocks():
         if isinstance(block.mlp, MoeConfig) and mesh.expert > 1:
-            chosen = exchange or choose_exchange(mesh.expert, block.mlp.top_k)
+            chosen = exchange or dispatch_of(block.mlp, sketch.execution).exchange
             yield _experts(block.mlp, chosen, stream / mesh.tensor, mesh.expert, layers, again)
         if mesh.context > 1:
             for mixer in block.mixers:

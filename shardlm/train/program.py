@@ -35,7 +35,7 @@ from shardlm.train.step import Objective, StepConfig, make_eval_step
 from shardlm.train.strategy import Step, Strategy
 from shardlm.train.strategy import choose as choose_strategy
 from shardlm.vision.sight import Sight
-from shardlm.xla_options import XlaOptions, resolve_profile
+from shardlm.xla_options import XlaOptions, joined_in_host, resolve_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Program:
         Raises ShardlmError for whatever does not divide or does not exist.
         """
         spec = MeshSpec(**dict(mesh.shape))
-        settled = settle(config, spec, mesh.devices.flat[0], mtp)
+        settled = settle(config, spec, mesh.devices.flat[0], mtp, joined=joined_in_host(mesh))
         with jax.set_mesh(mesh):
             model = ModelDef.make(settled.shape, settled.execution)
             check_moments(config.optim.moments, model.names, model.shapes, settled.rules.optimizer)

@@ -10,7 +10,7 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
-from shardlm.ops import grouped_matmul
+from shardlm.ops import expert_dispatch, grouped_matmul
 from shardlm.ops.attention import choose, choose_context
 from shardlm.ops.weight_format import PUBLISHED, WeightFormat
 from shardlm.precision import COMPUTE_DTYPE
@@ -61,10 +61,12 @@ class Settled:
         return self.rules.mesh
 
 
-def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, *, traced: bool = True) -> Settled:
+def settle(
+    config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, *, traced: bool = True, joined: int = 1
+) -> Settled:
     """`config` on a mesh of these sizes over devices like this one. Without `mtp` the model is held without the modules
     that predict further tokens, as it is under adapters, which leave those as they are. Unless it is to be `traced`,
-    the packages of its kernels need not be there.
+    the packages of its kernels need not be there. NVLink joins so many devices of each host.
 
     Raises ShardlmError for whatever does not divide or does not exist.
     """
@@ -99,16 +101,17 @@ def settle(config: RunConfig, spec: MeshSpec, device: Device, mtp: bool = True, 
         learns_images=config.train.encoder != "frozen",
         lora=config.lora,
         weights=_frozen(config, shape, rules),
+        gathers_tokens=expert_dispatch.near(spec, joined),
     )
-    teacher = _teacher(config, spec, device, traced) if config.distill.teacher else None
+    teacher = _teacher(config, spec, device, traced, joined) if config.distill.teacher else None
     if teacher:
         check_same_rows(config, (shape, execution), (teacher.shape, teacher.execution))
     return Settled(config, shape, rules, execution, teacher)
 
 
-def _teacher(config: RunConfig, spec: MeshSpec, device: Device, traced: bool) -> Settled:
+def _teacher(config: RunConfig, spec: MeshSpec, device: Device, traced: bool, joined: int) -> Settled:
     try:
-        return settle(of_teacher(config), spec, device, mtp=False, traced=traced)
+        return settle(of_teacher(config), spec, device, mtp=False, traced=traced, joined=joined)
     except ShardlmError as error:
         raise ShardlmError(f"distill.teacher={config.distill.teacher}: {error}") from error
 

@@ -114,6 +114,17 @@ def test_searches_on_several_clusters_find_what_each_finds_by_itself():
             assert (plan.gpu, plan.cost, plan.memory) == (own.gpu, own.cost, own.memory)
 
 
+def test_where_tokens_are_gathered_hosts_are_told_apart():
+    """Of one generation, hosts of 8 and of 4: the 8 devices of the expert axis lie in one, or not."""
+    shared, config = Shared(), dataclasses.replace(run("mixtral_8x7b", 32), mesh=MeshSpec(fsdp=4, expert=8))
+    sent = {}
+    for gpu in ("b200", "gb200"):
+        known = Alike(cluster_of(gpu, None, 32), shared)
+        sketch = known.sketch(config)
+        sent[gpu] = {one.kind for one in known.layers(sketch).sent if one.axes == ("expert",)}
+    assert sent == {"b200": {"all-gather", "reduce-scatter"}, "gb200": {"ragged-all-to-all"}}
+
+
 def test_a_sketch_with_other_weights_remembers_nothing():
     sketch = Sketch.of(dataclasses.replace(run("llama3_8b", 64), mesh=MeshSpec(fsdp=8)), GPUS["h100"])
     whole = sketch.once(state)

@@ -139,7 +139,11 @@ def test_what_is_not_known_is_said():
     assert "more than the GPU has room for" in estimated(Run.parse("deepseek_v3 train.accumulation=2")).doubt
     latent = Run.parse("deepseek_v3 optim.name=muon pipeline.schedule=circular")
     assert "muon was not compared with latent attention" in estimated(latent).doubt
-    assert not estimated(Run.parse("mixtral_8x7b optim.name=muon model.num_layers=8")).doubt
+    muon = "mixtral_8x7b optim.name=muon model.num_layers=8"
+    assert "experts see the tokens of all devices" in estimated(Run.parse(muon)).doubt
+    assert not estimated(Run.parse(f"{muon} mesh.fsdp=2 train.global_batch=16")).doubt  # which are sent
+    gathered = Run.parse("deepseek_v3 mesh.fsdp=4 mesh.context=1 model.top_k=4 train.global_batch=256")
+    assert "more GPUs of a host than they have experts, beside latent attention" in estimated(gathered).doubt
     sent = "mixtral_8x7b lora.rank=16 mesh.fsdp=2 mesh.expert=4 train.global_batch=8 train.seq_len=4096"
     assert not estimated(Run.parse(sent)).doubt
     assert "adapters beside experts whose rows are sent" in estimated(Run.parse(f"{sent} remat=names")).doubt
