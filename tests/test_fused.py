@@ -45,7 +45,7 @@ class _Own:
 
     absorbs = True
     real = jnp.ones((3, 1), bool)
-    weights = seen = turns = until = None
+    weights = seen = turns = until = sines = None
 
     def rotates(self, pages, kv_name):
         return False

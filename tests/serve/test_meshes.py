@@ -96,7 +96,7 @@ def requests(count: int) -> dict[str, tuple[list[int], SamplingParams]]:
     found = {}
     for n in range(count):
         random = {"temperature": 1.3, "top_k": 40, "seed": n} if n % 3 == 1 else {"temperature": 0}
-        found[f"r{n}"] = PROMPTS[n % 4], SamplingParams(max_tokens=4 + 5 * (n % 4), ignore_eos=True, **random)
+        found[f"r{n}"] = PROMPTS[n % 4], SamplingParams(max_tokens=12 + 7 * (n % 2), ignore_eos=True, **random)
     return found
 
 
