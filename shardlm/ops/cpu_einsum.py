@@ -7,9 +7,10 @@ What XLA:CPU does with them, all products of a step of 768 x 12 layers in float3
 - the weight [made, summed] as the first operand: 24.8 and 36.2; with 64 rows 49.6 of 57.5. XLA turns a product around
   whose result is transposed next: a barrier between them keeps it
 - a chunk of 256 tokens took 333 ms of CPU so and 385 with the weight second. Of 512 rows products alone take as long
-  either way on an AMD EPYC (192 and 190 ms of 151 MB), but second XLA turns each weight anew for each chunk, 49 ms of a
-  core: chunks of 512 tokens took 1,883 to 1,928 ms for four, and first 1,746 to 1,818 (in turns, in one process); in
-  blocks of 256 rows 1,920 to 1,975. On an Intel Xeon 512 rows alone were quicker second (303 of 395)
+  either way on an AMD EPYC (first 189 to 192 ms of 151 MB, second 194 to 200), but second XLA turns each weight for
+  each chunk, 49 ms of a core: four chunks of 512 tokens took 1,883 to 1,928 ms so, 1,746 to 1,818 with it first, and
+  1,920 to 1,975 in blocks of 256 rows (in turns, in one process). On an Intel Xeon 512 rows alone were quicker with it
+  second (303 of 395)
 - of a single row it makes a loop of one thread, which reads 28 to 35 GB/s where two threads read 50. As products in a
   batch it is given to all threads: in 4 parts 8.7 ms became 6.6, of weights [summed, made]; in 2 or 8 parts no more
 - of a single row of int8 it makes 32 bits of the weight first: 83 ms where two rows take 6 (79 M weights, a busy

@@ -164,7 +164,7 @@ class Sines:
     For XLA:CPU, which else makes them in whatever reads them: anew for each layer, each head and each number, and of
     queries for each page apart. Of 768 x 12 layers turning queries took 1.0 of the 24 ms of a step of 8 rows and takes
     0.15 (traced). XLA:CPU takes optimization barriers out before it puts operations together, but no loops: half of
-    the frequencies come with each turn of one."""
+    the frequencies come with each turn of one (of an odd number all in one turn, which it takes out too)."""
 
     rotations: tuple[tuple[Rope, int], ...] = dataclasses.field(metadata={"static": True})
     made: tuple[tuple[jax.Array, jax.Array], ...]

@@ -242,7 +242,8 @@ class Engine:
         while self._broken is None and len(self._started) < AHEAD:
             batch = None
             try:
-                steps = self.pace and self.pace.steps  # None: nobody waits for a part of a reply
+                # None: nobody waits for a part of a reply. Decoding waits for company then: a step reads all weights.
+                steps = self.pace and self.pace.steps
                 batch = self.scheduler.schedule(steps, prompts_first=steps is None)
                 if batch is None:
                     break

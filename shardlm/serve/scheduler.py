@@ -161,12 +161,12 @@ class Scheduler:
     ) -> ScheduledBatch | None:
         """The next batch; None where nothing can run before a batch in flight lands, or nothing is there to run.
         `pace` says of how many rows decode of how many steps their program may be; None: of as many as there are.
-        `prompts_first`: nobody decodes beside prompts of its priority or a better one, where these have programs of
-        their own: a step of decoding reads all weights, however few rows it has.
+        `prompts_first`: nobody decodes beside prompts of its priority or a better one that have programs of their own.
         """
         decodes, rows = self._serve_in_order()
         if prompts_first and rows and self.config.cuts.lengths:
-            decodes = [one for one in decodes if one.priority < min(row.request.priority for row in rows)]
+            best = min(row.request.priority for row in rows)
+            decodes = [request for request in decodes if request.priority < best]
         kind = "mixed" if rows else "decode"
         longest = 1 if rows or not decodes else pace(len(decodes)) if pace else self.config.decode_steps[-1]
         steps, most = self._affordable(decodes, longest)
