@@ -31,6 +31,12 @@ _KV_CACHE = flags.DEFINE_enum(
     ["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"],
     "Of keys and values that are kept; auto: dtype; fp8 and fp8_e4m3 are the same.",
 )
+_SPLIT_PAGES = flags.DEFINE_integer(
+    "decode_context_parallel_size",
+    1,
+    "Devices over which the positions of each page are split, of those that would each have a copy of it.",
+    lower_bound=1,
+)
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", None, "Tokens of a page; by default 16, on a CPU 64.", lower_bound=1)
 _MEMORY = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of a GPU's memory that is used.")
@@ -95,6 +101,7 @@ def engine_options() -> dict[str, Any]:
         "dtype": _DTYPE.value,
         "quantization": _QUANTIZATION.value,
         "kv_cache_dtype": _KV_CACHE.value,
+        "decode_context_parallel_size": _SPLIT_PAGES.value,
         "max_model_len": _MAX_MODEL_LEN.value,
         "block_size": _BLOCK_SIZE.value,
         "gpu_memory_utilization": _MEMORY.value,

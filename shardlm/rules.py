@@ -66,6 +66,7 @@ _ACTIVATIONS = {
     "experts": (),
     "latent": (),
     "pages": (),
+    "slots": (),  # positions of a page (ops/split_pages.py)
 }
 
 
@@ -216,6 +217,11 @@ class Rules:
 
         tables = {role: resting(getattr(self, role)) for role in ("rest", "use", "act")}
         return dataclasses.replace(self, **tables).for_decoding()
+
+    def with_split_pages(self, axes: tuple[str, ...]) -> "Rules":
+        """For decoding from pages whose positions are split over these axes."""
+        entries = tuple((dict(self.act.entries) | {"slots": axes}).items())
+        return dataclasses.replace(self, act=dataclasses.replace(self.act, entries=entries))
 
     def replicas(self) -> tuple[str, ...]:
         """Of data and fsdp, the axes whose devices hold the same weights: gradients need to cross them once a step."""

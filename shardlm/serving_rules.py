@@ -2,7 +2,9 @@
 axis. What is beside the routed experts is split over that axis as over tensor, where it divides."""
 
 import functools
+import math
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.compressed_attention import CompressedConfig
 from shardlm.layers.delta_net import DeltaNetConfig
@@ -65,3 +67,47 @@ def _width_divides(width: int, devices: int, held: WeightFormat) -> bool:
     names = () if held in DYNAMIC else (weight_key("down", "mlp", place) for place in ("", "shared.", "mtp."))
     groups = [width // found.size(width) for name in names if (found := groups_of(held, name))]
     return all(n % devices == 0 for n in (width, *groups))
+
+
+def split_pages(rules: Rules, shape: TransformerConfig, ways: int, page_size: int) -> Rules:
+    """The tables of a served model where the positions of each page are split over so many of the devices that would
+    each have a copy of it (ops/split_pages.py). Raises ShardlmError for what cannot be split so."""
+    if ways == 1:
+        return rules
+    axes, asked = rules.act.axes("heads"), f"decode_context_parallel_size={ways}"
+    devices = rules.mesh.size(*axes)
+    for attention in shape.attention_kinds:
+        _check_split(attention, asked, devices)
+    if shape.reads or shape.sparse or shape.compressed or len(shape.kept_heads) > 1:
+        raise ShardlmError(
+            f"{asked}: layers of the model read others' pages, choose tokens of them or keep heads of different sizes, "
+            "which is not split so; set it to 1"
+        )
+    latents = all(isinstance(attention, MlaConfig) for attention in shape.attention_kinds)
+    subsets = (axes, *((axis,) for axis in axes)) if latents and len(axes) > 1 else (axes,)
+    found = {rules.mesh.size(*some): some for some in subsets if some}
+    if ways not in found:
+        works = ", ".join(map(str, sorted({1, *found})))
+        raise ShardlmError(
+            f"{asked}: heads are split over {devices} devices of {rules.mesh}, which have copies of keys and values; "
+            f"choose from {works}"
+        )
+    if page_size % ways:
+        raise ShardlmError(
+            f"{asked} does not divide pages of block_size={page_size} tokens; choose a block_size of "
+            f"{math.lcm(page_size, ways)}"
+        )
+    return rules.with_split_pages(found[ways])
+
+
+def _check_split(attention: Attention, asked: str, devices: int) -> None:
+    """Raises ShardlmError where pages of this attention, its heads over so many devices, are not split."""
+    if isinstance(attention, MlaConfig):
+        return
+    if not isinstance(attention, AttentionConfig) or attention.window or attention.chunk:
+        raise ShardlmError(f"{asked}: layers of the model see a part of the positions alone; set it to 1")
+    if attention.num_kv_heads % devices == 0:
+        raise ShardlmError(
+            f"{asked}: each of the {devices} devices has kv heads of its own of {attention.num_kv_heads} already, and "
+            "none of them a copy; set it to 1"
+        )

@@ -36,6 +36,7 @@ from shardlm.ops.kv_format import order_of, pool_names
 from shardlm.ops.rope import Sines
 from shardlm.ops.rotate_write import Unrotated, fits
 from shardlm.ops.short_conv import short_conv
+from shardlm.ops.split_pages import SplitPages
 from shardlm.ops.text_rows import Use, follow
 from shardlm.rules import Rules
 
@@ -115,7 +116,7 @@ class Paged:
 
     def rotates(self, pages, kv_name):
         pages, _ = _of_heads(pages)
-        apart = self.implementation == "pallas" and not self.whole and not self.parts
+        apart = self.implementation == "pallas" and not self.whole and not self.parts and not self._split_pages
         return apart and fits(pages) and not (kv_name == "kv_heads_whole" and self._split(pages))
 
     def attend(
@@ -161,8 +162,11 @@ class Paged:
             q = jax.tree.map(jax.reshard, q, of_q)
 
         of_scores = act.spec("heads"), of_choice
+        axes = self._split_pages
+        ways = self.rules.mesh.size(*axes)
         local = OnDevice(
             implementation=self.implementation,
+            split=SplitPages(axes, ways, orders, self.implementation) if axes else None,
             whole=self.whole,
             parts=self.parts,
             num_pages=self.layout.num_pages,
@@ -305,6 +309,11 @@ class Paged:
         out, kept = follow(self.rows, use, count, none, x, kept, slot, first, sure, self.valid)
         new = {name: a for name, a in zip((name, start), kept, strict=True) if a is not None}
         return out, pages | new
+
+    @property
+    def _split_pages(self) -> tuple[str, ...]:
+        """The axes over which positions of pages are split."""
+        return self.rules.act.axes("slots")
 
     def _split(self, pages: Pages) -> bool:
         """Whether devices have a part of the kv heads each."""

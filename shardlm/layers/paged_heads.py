@@ -13,11 +13,13 @@ from shardlm.ops.attention import of_rows
 from shardlm.ops.chunk_attention import in_parts
 from shardlm.ops.kv_format import SCALE, as_heads, parts_of_page
 from shardlm.ops.paged_attention import PagedAttention
+from shardlm.ops.split_pages import SplitPages
 
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
     """implementation, whole, parts  as Paged has them
+    split      how positions of pages are split over devices; None: each has all
     num_pages  of a layer
     orders     of the dimensions of each pool (ops/kv_format.py)
     kv_heads   of the pools that this device has, where pages are shared by heads of several sizes; else 0
@@ -26,6 +28,7 @@ class OnDevice:
     """
 
     implementation: PagedAttention
+    split: SplitPages | None
     whole: str
     parts: str
     num_pages: int
@@ -51,11 +54,14 @@ class OnDevice:
             q, pages = rotate_write.run(q, pages, *where)
         else:
             held, narrow = widened(new, q.shape[3])
+            if self.split:
+                here, own = self.split.place(positions, self.split.size(pages))
+                where = (page_table, here, valid & own, first)
             pages = paged_attention.write(pages, held, *where, implementation=self.implementation)
         where = (page_table, positions, first)
         whole = self.whole and (not self.chunk or q.shape[1] <= self.chunk)
         if whole or (self.parts and not self.window and not self.chunk):
-            assert until is None, "over pages (serve/prefill.py)"
+            assert until is None and (whole or not self.split), "over pages (serve/prefill.py)"
             out = self._at_hand(q, new, None if whole else pages, *where, sinks)
         else:
             out = self._over_pages(q, pages, *where, sinks, selection, until)
@@ -76,6 +82,11 @@ class OnDevice:
     def _over_pages(self, q, pages: Pages, page_table, positions, first, sinks, selection, until) -> jax.Array:
         heads = pages["k"].shape[self.orders["k"].index("k")]
         head = self.own_head and self.own_head(heads, q.shape[2])
+        if self.split:
+            assert selection is None and not self.window and not self.chunk, "checked before (serving_rules.py)"
+            options = {"scale": self.scale, "softcap": self.softcap, "value_dim": self.value_dim}
+            last = positions if until is None else until
+            return self.split.attend(q, pages, page_table, last, first, sinks, head, options)
         if not head_choice.is_for_each(selection):
             return self._by(selection, q, pages, page_table, positions, first, sinks, head, until)
         where = (pages, page_table, positions, first, sinks)

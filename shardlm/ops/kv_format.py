@@ -67,7 +67,7 @@ def pool_shape(order: str, pages: int, page_size: int, heads: int, width: int) -
 
 def pool_names(order: str, kv_name: str) -> tuple[str | None, ...]:
     """The names of its dimensions (rules.py); `kv_name` is the heads'."""
-    names = {"p": "pages", "s": None, "k": kv_name, "h": "head_dim"}
+    names = {"p": "pages", "s": "slots", "k": kv_name, "h": "head_dim"}
     return tuple(names[letter] for letter in order)
 
 

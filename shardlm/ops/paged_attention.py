@@ -165,7 +165,8 @@ def blocked(
     chunk: int = 0,
     chosen: jax.Array | None = None,
     until: jax.Array | None = None,
-) -> jax.Array:
+    with_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """As the reference, over pools in an order of its own (kv_format.order_of), a block of pages at a time with a
     running softmax (https://arxiv.org/abs/2205.14135), up to the last position of a group of rows: the cost follows the
     rows' lengths and not the page table's width. Blocks beyond a row's own positions change nothing of its output, bit
@@ -173,10 +174,12 @@ def blocked(
 
     Without `v_pool`, values are the first `value_dim` of keys; `head` takes one kv head of the pools. Both are cut
     from gathered pages, as a slice of a pool would be a copy of it. `chosen` bool [B, T, S]: of the positions of a
-    row's pages, those that each query attends to.
+    row's pages, those that each query attends to. `with_lse`: (that, the log-partition of the scores, float32 [B, T,
+    N]).
     """
     pools = _Pools(k_pool, v_pool, k_scale, v_scale, value_dim, head)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
+    options |= {"with_lse": with_lse}
     some = partial(_blocked, pools=pools, first_page=first_page, **options)
     B, T = positions.shape
     rows = (q, page_table, positions) + (() if chosen is None else (chosen,))
@@ -191,7 +194,7 @@ def blocked(
         return a.reshape(-1, DECODE_ROWS, *a.shape[1:])
 
     out = jax.lax.map(lambda group: some(*group), tuple(in_groups(a) for a in rows))
-    return out.reshape(-1, *out.shape[2:])[:B]
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:B], out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +269,8 @@ def _blocked(
     softcap: float,
     sinks: jax.Array | None,
     chunk: int,
-) -> jax.Array:
+    with_lse: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """All rows at once."""
     B, T, N, H = q.shape
     page_size, width, K = pools.page_size, page_table.shape[1], pools.num_kv_heads
@@ -314,5 +318,9 @@ def _blocked(
     least = jnp.min(positions)
     first = jnp.maximum(least - window + 1, 0) // size if window else least // chunk * chunk // size if chunk else 0
     stop = jnp.max(positions if until is None else until) // size + 1
-    _, total, out = jax.lax.fori_loop(first, stop, block, (*start, jnp.zeros((*shape, pools.width), jnp.float32)))
-    return jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, pools.width).astype(q.dtype)
+    start = (*start, jnp.zeros((*shape, pools.width), jnp.float32))
+    largest, total, out = jax.lax.fori_loop(first, stop, block, start)
+    out = jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, pools.width).astype(q.dtype)
+    if not with_lse:
+        return out
+    return out, jnp.einsum("bkgt->btkg", largest + jnp.log(total)).reshape(B, T, N)

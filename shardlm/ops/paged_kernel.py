@@ -55,8 +55,9 @@ def pallas(
     chunk: int = 0,
     until: jax.Array | None = None,
     alone: bool | None = None,
+    with_lse: bool = False,
     interpret: bool = False,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """As `paged_attention.blocked`; the arrays of one device. `alone`: a row's keys are split as if there were no other
     row; None: where it has few tokens. `interpret` runs it anywhere, slowly."""
     values_inside = v_pool is None
@@ -87,29 +88,33 @@ def pallas(
         "sinks": sinks,
     }
     inputs = {name: a for name, a in inputs.items() if a is not None}
-    return _attended(inputs, sizes, Rule(scale, window, softcap, chunk), interpret)
+    found = _attended(inputs, sizes, Rule(scale, window, softcap, chunk), with_lse, interpret)
+    return tuple(found) if with_lse else found[0]
 
 
-def _attended(inputs: dict[str, jax.Array], sizes: Sizes, rule: Rule, interpret: bool) -> jax.Array:
+def _attended(inputs: dict[str, jax.Array], sizes: Sizes, rule: Rule, with_lse: bool, interpret: bool):
+    """[out], and with it the log-partition where it is asked for."""
     q = inputs["q"]
     B, T, N, _ = q.shape
-    out = jax.ShapeDtypeStruct((B, T, N, sizes.value_dim), q.dtype)
+    wholes = [jax.ShapeDtypeStruct((B, T, N, sizes.value_dim), q.dtype)]
+    wholes += [jax.ShapeDtypeStruct((B, T, N), jnp.float32)] if with_lse else []
     grid = (sizes.kv_heads * sizes.row_blocks, B, sizes.splits)
     options = triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
     run = functools.partial(pl.pallas_call, interpret=interpret)
-    kernel = functools.partial(_kernel, sizes, rule)
+    kernel = functools.partial(_kernel, sizes, rule, len(wholes))
     if sizes.splits == 1:
-        return run(kernel, out, grid=grid, compiler_params=options, name="paged_attention")(inputs)
+        return run(kernel, wholes, grid=grid, compiler_params=options, name="paged_attention")(inputs)
     part = jax.ShapeDtypeStruct((B, sizes.splits, T, N, sizes.value_dim), jnp.float32)
     number = jax.ShapeDtypeStruct((B, sizes.splits, T, N), jnp.float32)
-    outs = (out, part, number, number)
-    whole, *parts = run(kernel, outs, grid=grid, compiler_params=options, name="paged_attention")(inputs)
-    merge = functools.partial(_merge, sizes)
+    outs = [*wholes, part, number, number]
+    found = run(kernel, outs, grid=grid, compiler_params=options, name="paged_attention")(inputs)
+    merge = functools.partial(_merge, sizes, len(wholes))
     # A thread holds 32 numbers of 16 parts, and 64 of 128: by two warps these are more than it has registers for.
     warps = max(2, min(8, pl.next_power_of_2(sizes.splits) // 8))
     grid, options = (T * N, pl.cdiv(sizes.value_dim, 128), B), triton.CompilerParams(num_warps=warps)
-    run = functools.partial(run, input_output_aliases={0: 0}, compiler_params=options, name="paged_attention_merge")
-    return run(merge, out, grid=grid)(whole, inputs["turns"], *parts)
+    same = {place: place for place in range(len(wholes))}
+    run = functools.partial(run, input_output_aliases=same, compiler_params=options, name="paged_attention_merge")
+    return run(merge, wholes, grid=grid)(*found[: len(wholes)], inputs["turns"], *found[len(wholes) :])
 
 
 def _share(turns, b, row_block, sizes: Sizes):
@@ -118,9 +123,10 @@ def _share(turns, b, row_block, sizes: Sizes):
     return first, stop, last, jnp.maximum(pl.cdiv(stop - first, sizes.splits), sizes.least)
 
 
-def _kernel(sizes: Sizes, rule: Rule, refs, out, *of_parts):
-    """One block of rows against one part of its keys, if there is that part; where it is all of them, that is `out`,
-    and else `of_parts`."""
+def _kernel(sizes: Sizes, rule: Rule, count: int, refs, *outs):
+    """One block of rows against one part of its keys, if there is that part; where it is all of them, that is the first
+    `count` outputs, and else the others."""
+    wholes, of_parts = outs[:count], outs[count:]
     block, b, split = (pl.program_id(axis) for axis in range(3))
     row_block = jax.lax.rem(block, sizes.row_blocks)
     first, stop, last, share = _share(refs["turns"], b, row_block, sizes)
@@ -130,10 +136,10 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, *of_parts):
         end = jnp.minimum(begin + share, stop)
         made, where = _attend(sizes, rule, refs, (block, split, b), (begin, end, last))
         if not of_parts:
-            _store_whole(sizes, made, where, out)
+            _store_whole(sizes, made, where, *wholes)
             return
         alone = stop - first <= share
-        pl.when(alone)(lambda: _store_whole(sizes, made, where, out))
+        pl.when(alone)(lambda: _store_whole(sizes, made, where, *wholes))
         pl.when(~alone)(lambda: _store_part(sizes, made, where, split, *of_parts))
 
     # Programs of parts that are not there come last in the grid: 64 rows of 640 positions took 49.6 us where 15 of 16
@@ -141,9 +147,11 @@ def _kernel(sizes: Sizes, rule: Rule, refs, out, *of_parts):
     pl.when((split == 0) | (begin < stop))(run) if of_parts else run()
 
 
-def _store_whole(sizes: Sizes, made, where, out) -> None:
-    (_, total, sums), (b, t, n, real) = made, where
+def _store_whole(sizes: Sizes, made, where, out, lse=None) -> None:
+    (peak, total, sums), (b, t, n, real) = made, where
     _store(out, (b, t, n), [one / total[:, None] for one in sums], real, sizes)
+    if lse is not None:
+        triton.store(lse.at[b, t, n], peak / LOG2E + jnp.log(total), mask=real)
 
 
 def _store_part(sizes: Sizes, made, where, split, out, peaks, totals) -> None:
@@ -296,8 +304,10 @@ def _store(out, where, sums, real, sizes: Sizes) -> None:
         triton.store(at, one.astype(out.dtype), mask=mask)
 
 
-def _merge(sizes: Sizes, _, turns, parts, peaks, totals, out):
-    """One head of one token, 128 numbers of it: the parts of its keys, where it has several; else it is there."""
+def _merge(sizes: Sizes, count: int, *refs):
+    """One head of one token, 128 numbers of it: the parts of its keys, where it has several; else it is there, in the
+    first `count` of what is given and returned."""
+    turns, parts, peaks, totals, out, *lse = refs[count:]
     row, piece, b = (pl.program_id(i) for i in range(3))
     t, n = jax.lax.div(row, sizes.heads), jax.lax.rem(row, sizes.heads)
     of_block = t * sizes.group + jax.lax.rem(n, sizes.group)
@@ -310,10 +320,14 @@ def _merge(sizes: Sizes, _, turns, parts, peaks, totals, out):
         split = jnp.where(there, split, 0)
         peak = triton.load(peaks.at[b, split, t, n], mask=there, other=MASKED)
         total = triton.load(totals.at[b, split, t, n], mask=there, other=0)
-        keep = jnp.where(there, jnp.exp2(peak - peak.max()), 0)
+        largest = peak.max()
+        keep = jnp.where(there, jnp.exp2(peak - largest), 0)
         column = piece * 128 + jnp.arange(128)
         inside = column < sizes.value_dim
         mask = there[:, None] & inside[None]
         part = triton.load(parts.at[b, split[:, None], t, n, column[None]], mask=mask, other=0)
         result = (part * keep[:, None]).sum(axis=0) / (total * keep).sum()
         triton.store(out.at[b, t, n, column], result.astype(out.dtype), mask=inside)
+        if lse:  # each piece of the values' numbers finds the same
+            partition = largest / LOG2E + jnp.log((total * keep).sum())
+            triton.store(lse[0].at[b, t, n], partition)

@@ -41,7 +41,7 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
 from shardlm.serve.memories import refuse
 from shardlm.serve.open_image_encoder import open_image_encoder, sight_for
-from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory
+from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory, with_split_pages
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.prefill import choose
 from shardlm.serve.replicas import EngineGroup
@@ -169,7 +169,8 @@ def assemble(
     config = paged(config, opened.mesh.devices.flat[0].platform)
     adapters = AdapterTable(config.room, opened.source)
     with jax.set_mesh(opened.mesh):
-        model, params = with_room(opened.model, opened.params, adapters.room)
+        model = with_split_pages(opened.model, config)
+        model, params = with_room(model, opened.params, adapters.room)
         model, params = taken_apart(model, params, config.kv_cache_dtype)
         model = settled(config.fused_products, model, params, config.deterministic)
     if draft:

@@ -31,6 +31,8 @@ class EngineConfig:
                             bits as its file has them (ops/weight_format.py); "dtype": all in dtype; None: the last but
                             one on GPUs, the last on a CPU
     kv_cache_dtype          of keys and values: "bfloat16", "fp8" or "int8" (ops/kv_format.py); auto: dtype
+    decode_context_parallel_size  devices over which the positions of each page are split, of those that would each have
+                            a copy of its latents or kv heads (ops/split_pages.py); 1: none
     max_model_len           tokens of prompt and reply together; None: what the model was made for
     block_size              tokens of a page; None: 16, on a CPU 64
     gpu_memory_utilization  share of what jax may take of a GPU (use_memory) for weights, pages and what programs need
@@ -62,6 +64,7 @@ class EngineConfig:
     dtype: str | None = None
     quantization: str | None = None
     kv_cache_dtype: KvFormat = "auto"
+    decode_context_parallel_size: int = 1
     max_model_len: int | None = None
     block_size: int | None = None
     gpu_memory_utilization: float = 0.9

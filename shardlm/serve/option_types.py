@@ -12,7 +12,7 @@ from shardlm.errors import ShardlmError
 Fused = Literal["auto", "on", "off"]
 """Whether projections of few tokens are kernels of ours (try_out.py)."""
 _COUNTS = ("max_model_len", "block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens", "decode_steps")
-_COUNTS += ("max_loras", "max_lora_rank")
+_COUNTS += ("max_loras", "max_lora_rank", "decode_context_parallel_size")
 _TEXTS = ("dtype", "quantization", "kv_cache_dtype", "prefill_attention", "fused_products")
 _SWITCHES = ("enable_prefix_caching", "deterministic", "enable_lora")
 _OPTIONAL = {"dtype", "quantization", "max_model_len", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"}

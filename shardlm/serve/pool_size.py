@@ -24,6 +24,7 @@ from shardlm.serve.scheduler import Scheduler, SchedulerConfig
 from shardlm.serve.snapshots import Snapshots
 from shardlm.serve.speculation.build import DraftModel, layouts_of
 from shardlm.serve.stages import Place
+from shardlm.serving_rules import split_pages
 from shardlm.state import ModelDef, cache_entries
 
 log = logging.getLogger(__name__)
@@ -124,14 +125,14 @@ def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:
 
 
 def page_bytes(model: ModelDef, layout: PageLayout, block_size: int) -> int:
-    """Of one page in the layers that it has room for, over all devices of a stage: those over which the heads of a pool
-    are not split have a copy each."""
+    """Of one page in the layers that it has room for, over all devices of a stage: those over which neither the heads
+    of a pool nor the positions of a page are split have a copy each."""
     execution = model.execution
     pools = held(cache_entries(model), execution.kv_cache, execution.dtype, execution.paged_attention).values()
     rules = model.execution.rules
     devices = rules.mesh.size(*STAGE_AXES)
     position = sum(
-        heads * width * dtype.itemsize * devices // rules.mesh.size(*rules.act.axes(kv_name))
+        heads * width * dtype.itemsize * devices // rules.act.ways((kv_name, "slots"))
         for (heads, width), kv_name, dtype in pools
     )
     return layout.layers * block_size * position
@@ -175,8 +176,9 @@ def check_host(gib: float | None) -> None:
 
 
 def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
-    """Raises ShardlmError, before weights are read, where kv_cache_bytes holds no page of the model's own layers, or
-    not those of one request."""
+    """Raises ShardlmError, before weights are read, where pages are not split as asked, or kv_cache_bytes holds no page
+    of the model's own layers, or not those of one request."""
+    model = with_split_pages(model, config)
     if not config.kv_cache_bytes:
         return
     layouts = layouts_of(model, None, length, config.block_size, config.decoded, config.drafts)
@@ -185,6 +187,14 @@ def check_cache(model: ModelDef, config: EngineConfig, length: int) -> None:
     rooms = None if jax.devices()[0].platform == "cpu" else [0]  # which kv_cache_bytes stands for
     slots = [request_bytes(model, layouts[0])]
     scheduler_of(sized(layouts, [own], rooms, length, config, config.mesh.data, slots)[0], config)
+
+
+def with_split_pages(model: ModelDef, config: EngineConfig) -> ModelDef:
+    """The model, its pages' positions split as the configuration, whose block_size is known, says. Raises ShardlmError
+    for what cannot be."""
+    execution, ways = model.execution, config.decode_context_parallel_size
+    rules = split_pages(execution.rules, model.config, ways, config.block_size)
+    return dataclasses.replace(model, execution=dataclasses.replace(execution, rules=rules))
 
 
 def use_memory(offloaded: float | None = None) -> None:

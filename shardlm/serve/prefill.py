@@ -53,4 +53,5 @@ def chosen(wanted: Wanted, model: ModelDef, deterministic: bool) -> tuple[Prefil
     why = [reason for reason, holds in reasons.items() if holds]
     if why:
         return Prefill("pages", False), why[0]
-    return Prefill("cudnn", wanted == "auto"), "a GPU, and pages hold what is computed"
+    whole = not execution.rules.act.axes("slots")  # split pages are gathered otherwise (ops/split_pages.py)
+    return Prefill("cudnn", wanted == "auto" and whole), "a GPU, and pages hold what is computed"

@@ -73,7 +73,7 @@ def check(name: str, spec: MeshSpec, folder: pathlib.Path, **options) -> None:
     shutil.copytree(REFERENCES / name, folder)
     TOKENIZER.save(folder / "tokenizer.json")  # they have none; only what replies are spelt with
     with decoding_from(2):  # one decode program; test_matrix.py has others
-        llm = shardlm.LLM(folder, mesh=spec, dtype="float32", kv_cache_bytes=2**18, **SIZES, **options)
+        llm = shardlm.LLM(folder, mesh=spec, dtype="float32", kv_cache_bytes=2**18, **(SIZES | options))
     begun = [0, 5, 20]
     params = [SamplingParams(temperature=0, max_tokens=len(greedy) - n, ignore_eos=True) for n in begun]
     params.append(SamplingParams(max_tokens=0, prompt_logprobs=0))

@@ -54,6 +54,7 @@ BUILT = {
     "deterministic": (False, True),
     "drafts": (None, "ngram", "mtp", "eagle3"),
     "least_rows": (1, 2),  # of the decode programs: on CPUs and on GPUs (build.py)
+    "split": (False, True),  # positions of pages over devices that share one kv head
 }
 HELD = {"caching": (True, False), "chunked": (True, False), "few_pages": (True, False), "offloaded": (True, False)}
 ASKED = {
@@ -78,8 +79,9 @@ CLOSE = 2e-4  # of log-probabilities in float32
 
 
 def _refused(case: dict) -> bool:
-    """Told by EngineConfig, see the test of refusals."""
-    return case.get("deterministic", False) and case.get("drafts") is not None
+    """Told by EngineConfig and by serving_rules.py, see the tests of refusals."""
+    alone = case.get("mesh", MeshSpec(tensor=2)).size("tensor", "expert") == 1 or case.get("first") == "window"
+    return (case.get("deterministic", False) and case.get("drafts") is not None) or (case.get("split", False) and alone)
 
 
 def _cost(build: dict) -> float:
@@ -117,6 +119,7 @@ def shape_of(build: dict) -> TransformerConfig:
     """Two layers, the first one of its kind, and a module that drafts where that is asked for; of experts where a mesh
     splits them."""
     config = dataclasses.replace(MOE, vocab_size=CONFIG.vocab_size) if build["mesh"].expert > 1 else CONFIG
+    config = dataclasses.replace(config, num_kv_heads=1) if build["split"] else config
     shape = dataclasses.replace(config, num_layers=2).transformer()
     shape = dataclasses.replace(shape, tie_embeddings=build["tie_embeddings"])
     [block] = shape.segments[0].pattern
@@ -170,6 +173,7 @@ def runners_of(build: dict) -> list:
         max_num_batched_tokens=32,
         block_size=PAGE,
         decode_steps=4,
+        decode_context_parallel_size=2 if build["split"] else 1,
         kv_offloading_size=0.001,
         **({"enable_lora": True, "max_loras": 2, "max_lora_rank": 3} if build["adapters"] == "several" else {}),
     )

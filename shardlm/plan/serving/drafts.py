@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from shardlm.layers.block import BlockConfig
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.ops import Pass, Work, ends_work, layer_work, products
-from shardlm.plan.serving.weights import Held, InUse, cache_bytes, held_bytes, one_layer, weights_of
+from shardlm.plan.serving.weights import Held, InUse, cache_bytes, held_bytes, one_layer, rules_for, weights_of
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_stage
 from shardlm.serving_rules import serving_rules
@@ -139,12 +139,13 @@ def _modules(case: ServingCase, count: int) -> Drafter:
     # The last stage has the first one's embedding once more (serve/stages.py).
     again = ("positions",) if weights.tied else ("embedding", "positions")
     copied = [held for name in again for held in weights.beside.get(name, ())]
+    how = case.engine.kv_cache_dtype, case.engine.decode_context_parallel_size
     return Drafter(
-        model=one_layer(case.model.shape, mesh, case.dtype, case.engine.kv_cache_dtype),
+        model=one_layer(case.model.shape, mesh, case.dtype, *how),
         layers=((case.model.mtp.block, weights.beside["mtp"]),) * depth,
         beside=tuple(copied) if case.engine.mesh.pipeline > 1 else (),
         head=weights.beside["embedding" if weights.tied else "head"][0],
-        rules=serving_rules(shape, mesh, case.weights),
+        rules=rules_for(case.engine, shape, case.weights),
         vocab=shape.vocab_size,
         embed_dim=shape.embed_dim,
         again=sum(max(1, depth - i) for i in range(count)) / depth,

@@ -22,7 +22,7 @@ from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.images import bytes_of, is_read
 from shardlm.plan.serving.mix import Mix
-from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, stages_of, weights_of
+from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, rules_for, stages_of, weights_of
 from shardlm.plan.sketch import Described
 from shardlm.plan.sketch import refuse as unknown
 from shardlm.rules import Rules
@@ -37,7 +37,6 @@ from shardlm.serve.speculation.build import layouts_for
 from shardlm.serve.stages import layout_of as part_of_layout
 from shardlm.serve.state import MAX_BANNED, MAX_BIASES
 from shardlm.serve.submeshes import of_replica, of_stage
-from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, kv_ways
 
 ACTIVATION = 4  # bytes of a logit
@@ -163,9 +162,11 @@ def serving_memory(case: ServingCase) -> ServingMemory:
     unknown(shape, case.length)
     refuse(shape)
     shape.check_stages(engine.mesh.pipeline)
-    mesh, model = of_replica(engine.mesh), one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
+    rules, split = rules_for(engine, shape, case.weights), engine.decode_context_parallel_size
+    mesh = of_replica(engine.mesh)
+    model = one_layer(shape, of_stage(mesh), case.dtype, engine.kv_cache_dtype, split)
     weights = weights_of(shape, mesh, case.dtype, case.weights, engine.room)
-    rules, runs = serving_rules(shape, of_stage(mesh), case.weights), stages_of(shape.num_layers, mesh)
+    runs = stages_of(shape.num_layers, mesh)
     drafter = drafter_of(case)
     lengths = case.length, engine.block_size, engine.decoded
     layout, *beside = layouts_for(shape, drafter and drafter.windows, *lengths, engine.drafts, kv_ways(model))

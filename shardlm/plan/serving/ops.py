@@ -21,7 +21,7 @@ from shardlm.layers.moe import MoeConfig
 from shardlm.layers.ngrams import NgramsConfig
 from shardlm.layers.param import SCALE, ZERO
 from shardlm.plan.op import Layer, Op
-from shardlm.plan.serving import altup, gated_streams, streams
+from shardlm.plan.serving import altup, gated_streams, split_pages, streams
 from shardlm.plan.serving import compressed_attention as compressed
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
@@ -96,7 +96,7 @@ def layer_work(
     ops = [op for held in plain for op in _projection(held, _layer_of(held, kind), scales, one.tokens, one.itemsize)]
     least = sum(held.nbytes for held in weights if not held.of_experts)
     for mixer in block.mixers:
-        mixing, read = _mixing(mixer, weights, rules, cache_bytes, one)
+        mixing, read = _mixing(mixer, weights, rules, split_pages.whole_bytes(rules, one.each, cache_bytes), one)
         ops, kv = ops + mixing, kv + read
     if block.streams:
         ops += _around(block.streams, D, one)
@@ -106,6 +106,11 @@ def layer_work(
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
     ops += [op for held in plain for op in _in_eight_bits(held, _layer_of(held, kind), plain, one)]
     exchanged = [*_reduced(block, rules, one, D)]
+    if not isinstance(block.attention, DeltaNetConfig | CompressedConfig):
+        seen, _ = attended(block.attention.window, one)
+        where = one.tokens, one.rows, seen, cache_bytes, one.itemsize
+        own = split_pages.sent(block.attention, rules, *where)
+        exchanged += [Exchanged(kind, split_pages.axes_of(rules), nbytes, 1) for kind, nbytes in own]
     exchanged += [
         Exchanged("all-reduce", held.over, _all_reduced(4 * one.tokens, held.over, rules), 1)
         for held in plain

@@ -15,12 +15,11 @@ from shardlm.plan.serving.fused import planned, possible
 from shardlm.plan.serving.load import HEADROOM, Load, Replica
 from shardlm.plan.serving.memory import ServingMemory, serving_memory
 from shardlm.plan.serving.time import DecodeStep, Speed
-from shardlm.plan.serving.weights import one_layer, stages_of, weights_of
+from shardlm.plan.serving.weights import one_layer, rules_for, stages_of, weights_of
 from shardlm.plan.sketch import refuse as unknown
 from shardlm.plan.ways import divisors
 from shardlm.serve.memories import refuse
 from shardlm.serve.submeshes import of_replica, of_stage
-from shardlm.serving_rules import serving_rules
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -189,7 +188,7 @@ def _undivided(case: ServingCase) -> str:
         shape.check_stages(engine.mesh.pipeline)
         one_layer(shape, of_stage(engine.mesh), case.dtype, engine.kv_cache_dtype)
         weights_of(shape, of_replica(engine.mesh), case.dtype, case.weights, engine.room)
-        serving_rules(shape, of_stage(engine.mesh), case.weights)
+        rules_for(engine, shape, case.weights)
         stages_of(shape.num_layers, of_replica(engine.mesh))
     except ShardlmError as error:
         return str(error)

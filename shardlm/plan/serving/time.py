@@ -30,11 +30,10 @@ from shardlm.plan.serving.fused import fused, planned
 from shardlm.plan.serving.memory import DTYPE_BYTES, ServingMemory
 from shardlm.plan.serving.ops import Exchanged, Pass, Work, ends_work, inputs_work, layer_work, ngrams_work
 from shardlm.plan.serving.prompts import OVER_PAGES, how_of
-from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, weights_of
+from shardlm.plan.serving.weights import Held, InUse, Weights, cache_bytes, one_layer, rules_for, weights_of
 from shardlm.plan.sketch import Described
 from shardlm.rules import Rules
 from shardlm.serve.submeshes import of_replica, of_stage
-from shardlm.serving_rules import serving_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Speed:
     def of(cls, case: ServingCase, memory: ServingMemory) -> "Speed":
         mesh = of_replica(case.engine.mesh)
         weights = weights_of(case.model.shape, mesh, case.dtype, case.weights, case.engine.room)
-        return cls(case, memory, weights, serving_rules(case.model.shape, of_stage(mesh), case.weights))
+        return cls(case, memory, weights, rules_for(case.engine, case.model.shape, case.weights))
 
     @property
     def stages(self) -> int:
@@ -279,7 +278,8 @@ class Speed:
     def _cached(self, attention: AttentionConfig | MlaConfig | DeltaNetConfig) -> float:
         """Bytes of one position in a layer."""
         engine = self.case.engine
-        model = one_layer(self.case.model.shape, of_stage(engine.mesh), self.case.dtype, engine.kv_cache_dtype)
+        how = engine.kv_cache_dtype, engine.decode_context_parallel_size
+        model = one_layer(self.case.model.shape, of_stage(engine.mesh), self.case.dtype, *how)
         return cache_bytes(model, attention)
 
     @functools.cached_property

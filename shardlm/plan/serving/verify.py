@@ -26,6 +26,7 @@ from shardlm.plan.serving.search import ServingPlan
 from shardlm.serve.adapter_table import NO_ROOM, Room
 from shardlm.serve.adapters import executed
 from shardlm.serve.layers import apart
+from shardlm.serve.pool_size import with_split_pages
 from shardlm.serve.runner import Runner
 from shardlm.serve.speculation.build import DraftModel, by_modules, make_proposer
 from shardlm.serve.staged_runner import StagedRunner
@@ -124,7 +125,7 @@ def runner_of(plan: ServingPlan) -> Runner:
     head = case.draft.head if case.draft else None
     streams = head.streams.of(shape.num_layers) if head else ()
     own = (case.weights, kv_cache, case.engine.room, planned(case), streams)
-    model = _described(shape, mesh.build(devices), case.dtype, *own)
+    model = with_split_pages(_described(shape, mesh.build(devices), case.dtype, *own), case.engine)
     meshes, sizes, draft = submeshes(mesh, devices)[0], plan.memory.sizes, by_modules(speculative, model)
     if case.draft:
         dtype = case.dtype if head else case.engine.dtype or case.draft.dtype

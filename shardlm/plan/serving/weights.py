@@ -25,11 +25,12 @@ from shardlm.ops.weight_format import WeightFormat, grouped, layers_differ
 from shardlm.rules import Rules, Table
 from shardlm.serve.adapter_table import NO_ROOM, Room
 from shardlm.serve.adapters import executed
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.layers import apart
 from shardlm.serve.pool_size import page_bytes
 from shardlm.serve.stages import layers_of
 from shardlm.serve.submeshes import of_stage
-from shardlm.serving_rules import serving_rules
+from shardlm.serving_rules import serving_rules, split_pages
 from shardlm.state import ModelDef, held_as, is_adapter, kv_ways
 
 MEMORY = "memory."  # before the names of what a layer has beside attention
@@ -191,12 +192,21 @@ def _traced(shape: TransformerConfig, mesh: MeshSpec, dtype: str, weights: Weigh
     return Weights(tuple(layers), {name: tuple(own) for name, own in beside.items()}, shape.tie_embeddings)
 
 
+def rules_for(engine: EngineConfig, shape: TransformerConfig, held: WeightFormat = "dtype") -> Rules:
+    """The tables of a stage, as an engine with these options has them. Raises ShardlmError for pages that cannot be
+    split so."""
+    ways = engine.decode_context_parallel_size
+    return split_pages(serving_rules(shape, of_stage(engine.mesh), held), shape, ways, engine.block_size or ways)
+
+
 @functools.lru_cache(maxsize=256)
-def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat) -> ModelDef:
+def one_layer(shape: TransformerConfig, mesh: MeshSpec, dtype: str, kv_cache: KvFormat, split: int = 1) -> ModelDef:
     """A model of one layer that attends, or one for each size of heads, and one that chooses what it attends to, one
     that does not attend, where there are such, and all that have n-grams, on the mesh of a stage: they keep of a text
-    what all do (serve/pool_size.py's page_bytes, serve/memories.py's slot_bytes)."""
-    execution = Execution(serving_rules(shape, mesh), jnp.dtype(dtype), kv_cache=kv_cache)
+    what all do (serve/pool_size.py's page_bytes, serve/memories.py's slot_bytes). `split`: devices over which positions
+    of pages are split."""
+    rules = split_pages(serving_rules(shape, mesh), shape, split, split)
+    execution = Execution(rules, jnp.dtype(dtype), kv_cache=kv_cache)
     whole = apart(shape)
     own = [(layer, whole.segments[layer]) for layer in sorted(set(shape.sources[: shape.num_layers]), reverse=True)]
     kinds = {}

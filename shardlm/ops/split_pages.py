@@ -1,0 +1,137 @@
+"""Attention over pages whose positions are split over devices that would each have a copy of them: latents, and kv
+heads fewer than devices. Of R devices each has 1/R of the positions of every page, so that page numbers, and all that
+the host knows of them, are as they were (decode context parallelism, https://docs.vllm.ai/en/latest/serving/
+context_parallel_deployment/).
+
+A device's positions are those of the text in order, so that what it has of the first n of a text is the first of its
+own, and attention over its part is attention over pages that are smaller. Few tokens a row: all queries go to all
+devices, and what each finds, with its log-partition, to the device of the head. Many: pages come whole to all devices,
+a block at a time, and each attends with its own heads, since a chunk's queries and results are larger than latents are.
+What runs here is one device's part.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlm.ops import paged_attention
+from shardlm.ops.attention import MASKED
+from shardlm.ops.attention_pair import merge
+from shardlm.ops.chunk_attention import block_positions
+from shardlm.ops.kv_format import SCALE
+from shardlm.ops.paged_attention import PagedAttention
+from shardlm.ops.sinks import with_sinks
+
+# Of a row: a decode step, or one that verifies drafts. DeepSeek V3's queries and results of a token are 295 kB in all
+# heads, the latent of a position 1.2 kB: from 8 tokens on, texts of less than 2,000 positions are less.
+FEW_TOKENS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitPages:
+    """axes    of the mesh, over which positions are split and heads too
+    ways    devices over them
+    orders  of the dimensions of each pool (kv_format.py)
+    implementation  of attention over the pages of one device
+    """
+
+    axes: tuple[str, ...]
+    ways: int
+    orders: Mapping[str, str]
+    implementation: PagedAttention
+
+    def size(self, pages: Mapping[str, jax.Array]) -> int:
+        """Positions of a page that this device has."""
+        return pages["k"].shape[self.orders["k"].index("s")]
+
+    def place(self, positions: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """(where positions of texts are among this device's, whether they are), of the positions' shape."""
+        slot = positions % (size * self.ways) - jax.lax.axis_index(self.axes) * size
+        return positions // (size * self.ways) * size + positions % size, (slot >= 0) & (slot < size)
+
+    def count(self, positions: jax.Array, size: int) -> jax.Array:
+        """How many positions of a text up to these, themselves included, this device has."""
+        pages, rest = jnp.divmod(positions + 1, size * self.ways)
+        return pages * size + jnp.clip(rest - jax.lax.axis_index(self.axes) * size, 0, size)
+
+    def attend(
+        self,
+        q: jax.Array,
+        pages: Mapping[str, jax.Array],
+        page_table: jax.Array,
+        last: jax.Array,
+        first_page: jax.Array,
+        sinks: jax.Array | None,
+        head: jax.Array | None,
+        options: Mapping[str, Any],
+    ) -> jax.Array:
+        """Each query attends to the positions of its row up to `last` int32 [B, T]. q [B, T, N, H] of this device's
+        heads, `head` the kv head that they share, None: each has its own; returns [B, T, N, Hv]. `options` as of
+        `paged_attention.blocked`."""
+        if q.shape[1] <= FEW_TOKENS:
+            out, lse = self._few(q, pages, page_table, last, first_page, options)
+        else:
+            out, lse = self._many(q, pages, page_table, last, first_page, dict(options) | {"head": head})
+        return with_sinks(out, lse, sinks)[0].astype(q.dtype)
+
+    def _few(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
+        every = jax.lax.all_gather(q, self.axes, axis=2, tiled=True)  # [B, T, all N, H]
+        seen = self.count(last, self.size(pages))
+        out, lse = self._by(every, pages, page_table, seen - 1, first_page, options)
+        parts = _as_bits(out, lse).reshape(*q.shape[:2], self.ways, q.shape[2], -1)
+        parts = jax.lax.all_to_all(parts, self.axes, split_axis=2, concat_axis=0)  # [ways, B, T, N, Hv + lse]
+        outs, lses = _of_bits(parts, out.dtype, out.shape[-1])
+        largest = lses.max(axis=0)
+        weights = jnp.exp(lses - largest)
+        total = weights.sum(axis=0)
+        return jnp.einsum("rbtnh,rbtn->btnh", outs, weights) / total[..., None], largest + jnp.log(total)
+
+    def _many(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
+        B, page_size = q.shape[0], self.size(pages) * self.ways
+        nbytes = sum(a.nbytes // a.shape[0] for a in pages.values()) // self.size(pages)
+        count = min(page_table.shape[1], max(1, block_positions(B, nbytes) // page_size))  # pages of a block
+        table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % count)))
+        own = jnp.arange(B * count, dtype=jnp.int32).reshape(B, count)
+
+        def of_block(i):
+            some = jax.lax.dynamic_slice_in_dim(table, i * count, count, axis=1).reshape(-1) + first_page
+            held = {
+                name: jax.lax.all_gather(a[some], self.axes, axis=self.orders[name].index("s"), tiled=True)
+                for name, a in pages.items()
+            }
+            seen = jnp.minimum(last - i * count * page_size, count * page_size - 1)
+            return self._by(q, held, own, seen, jnp.int32(0), options)
+
+        found = of_block(jnp.int32(0))
+        if table.shape[1] == count:
+            return found
+        stop = jnp.max(last) // (count * page_size) + 1
+        return jax.lax.fori_loop(1, stop, lambda i, found: merge(found, of_block(i)), found)
+
+    def _by(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
+        """(out, float32 but of few tokens, log-partition) over pages that are at hand; of no weight where `last` is
+        less than 0, as a row has nothing there."""
+        attend = paged_attention.implementation(self.implementation)
+        scales = {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
+        where = page_table, jnp.maximum(last, 0), first_page
+        out, lse = attend(q, pages["k"], pages.get("v"), *where, **options, **scales, with_lse=True)
+        there = last[..., None] >= 0
+        out = jnp.where(there[..., None], out, 0)
+        return out if q.shape[1] <= FEW_TOKENS else out.astype(jnp.float32), jnp.where(there, lse, MASKED)
+
+
+def _as_bits(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Both as one array to send, out [..., H] and lse float32 [...]: bits, which nothing on the way rounds."""
+    kind = {2: jnp.uint16, 4: jnp.uint32}[out.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(lse if out.dtype.itemsize == 2 else lse[..., None], kind)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(out, kind), bits], axis=-1)
+
+
+def _of_bits(parts: jax.Array, dtype: jnp.dtype, width: int) -> tuple[jax.Array, jax.Array]:
+    """What `_as_bits` took, out in float32."""
+    bits = parts[..., width:]
+    lse = jax.lax.bitcast_convert_type(bits if bits.shape[-1] == 2 else bits[..., 0], jnp.float32)
+    return jax.lax.bitcast_convert_type(parts[..., :width], dtype).astype(jnp.float32), lse
