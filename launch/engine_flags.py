@@ -33,8 +33,9 @@ _KV_CACHE = flags.DEFINE_enum(
 )
 _SPLIT_PAGES = flags.DEFINE_integer(
     "decode_context_parallel_size",
-    1,
-    "Devices over which the positions of each page are split, of those that would each have a copy of it.",
+    None,
+    "Devices over which the positions of each page are split, of those that would each have a copy of it; by default "
+    "1, in plans what serves more.",
     lower_bound=1,
 )
 _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Tokens of prompt and reply together.", lower_bound=1)
@@ -93,6 +94,11 @@ def fixed_axes() -> dict[str, int]:
     return {axis: flag.value for axis, flag in _SIZES.items() if flag.value}
 
 
+def splits_pages() -> bool:
+    """Whether the command line leaves open how pages are split."""
+    return _SPLIT_PAGES.value is None
+
+
 def engine_options() -> dict[str, Any]:
     """Fields of EngineConfig but the mesh. Raises ShardlmError for what cannot be."""
     from shardlm.serve.speculation.config import SpeculativeConfig
@@ -101,7 +107,7 @@ def engine_options() -> dict[str, Any]:
         "dtype": _DTYPE.value,
         "quantization": _QUANTIZATION.value,
         "kv_cache_dtype": _KV_CACHE.value,
-        "decode_context_parallel_size": _SPLIT_PAGES.value,
+        "decode_context_parallel_size": _SPLIT_PAGES.value or 1,
         "max_model_len": _MAX_MODEL_LEN.value,
         "block_size": _BLOCK_SIZE.value,
         "gpu_memory_utilization": _MEMORY.value,

@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from launch.engine_flags import engine_options, fixed_axes
+from launch.engine_flags import engine_options, fixed_axes, splits_pages
 from launch.flags import config_name
 
 _PROMPT = flags.DEFINE_integer("prompt_len", 1024, "Tokens of a prompt.", lower_bound=1)
@@ -78,7 +78,7 @@ def serving_case(source: Any, cluster: Any, target: Any = None) -> Any:
         asked |= _listed(source, model, engine)
     asked |= {"ttft_seconds": _TTFT.value, "itl_seconds": _ITL.value, "attainment": _ATTAINMENT.value}
     asked |= {flag.name: flag.value for flag in (_ACCEPTED, _RATIO, _SHARED, _IMAGES)}
-    asked["image_size"] = size_of(_IMAGE_SIZE.value)
+    asked |= {"image_size": size_of(_IMAGE_SIZE.value), "splits": splits_pages()}
     return ServingCase(model, cluster, engine, **asked, draft=draft)
 
 

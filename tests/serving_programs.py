@@ -32,7 +32,7 @@ from shardlm.serve.speculation.eagle import EagleProposer
 from shardlm.serve.speculation.multi_token import MultiTokenProposer
 from shardlm.serve.speculation.ngram import NgramProposer
 from shardlm.serve.state import empty_state
-from shardlm.serving_rules import serving_rules
+from shardlm.serving_rules import serving_rules, split_pages
 from shardlm.state import ModelDef, at_rest
 from shardlm.topology import topology
 
@@ -59,15 +59,17 @@ def decoding(
     rows: int = ROWS,
     adapters: int = 0,
     fused_rows: int = 0,
+    split: int = 1,
 ):
     """(the compiled decode program of Llama 3 8B's layers or others, with four drafts of a smaller model, by n-gram,
-    by a module of the model's or by a head of EAGLE-3, or with adapters of rank 16; its state's shapes)."""
+    by a module of the model's or by a head of EAGLE-3, or with adapters of rank 16, or positions of pages split over so
+    many devices; its state's shapes)."""
     spec = MeshSpec(tensor=tensor, expert=expert)
     mesh = spec.build(topology(gpu, 1, tensor * expert))
     with jax.set_mesh(mesh):
         shape = apart(config.transformer())
         execution = Execution(
-            serving_rules(shape, spec, weights),
+            split_pages(serving_rules(shape, spec, weights), shape, split, 16),
             jnp.bfloat16,
             paged_attention=choose("gpu"),
             kv_cache=kv_cache,

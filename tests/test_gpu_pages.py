@@ -142,6 +142,21 @@ def test_pages_go_to_the_host_and_back_and_nothing_else_moves(tensor):
         assert text.count(" copy-start(") == 2
 
 
+def test_pages_split_over_devices_are_written_and_read_where_they_lie():
+    """Of latents, of which four devices had copies: a quarter on each, no copy of it, and in a layer one exchange of
+    queries and one of results."""
+    compiled, state = decoding(4, LATENT, split=4)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state.pages))
+    assert pool / 4 > 2**25 and pool / 4 <= memory.alias_size_in_bytes < pool / 4 + 2**20
+    assert memory.temp_size_in_bytes < pool / 4
+    moved = re.findall(r" = \(?bf16\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(", text)
+    assert max((math.prod(map(int, shape.split(","))) for shape in moved), default=0) < pool // 64
+    layers = LATENT.num_layers
+    sums = ["all-reduce"] * (2 * layers + 1)
+    assert collectives(text) == ["all-gather"] * (1 + layers) + sums + ["all-to-all"] * layers
+
+
 @dataclasses.dataclass(frozen=True)
 class Choosing:
     """DeepSeek V3.2's attention, of texts longer than what a query attends to."""

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.mixtral import MixtralConfig
-from shardlm.serving_rules import serving_rules
+from shardlm.serving_rules import serving_rules, split_pages
 
 BOTH = ("expert", "tensor")
 V3, MIXTRAL = DeepseekConfig(), MixtralConfig()
@@ -45,3 +46,36 @@ def test_groups_of_few_bits_stay_whole():
     config, mesh = dataclasses.replace(V3, mlp_dim=512, expert_dim=512), MeshSpec(expert=16)
     assert serving_rules(config.transformer(), mesh).rest.axes("mlp") == ("expert",)
     assert serving_rules(config.transformer(), mesh, "int8").rest.axes("mlp") == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "ways", "axes"),
+    [
+        (V3, MeshSpec(expert=8), 8, ("expert",)),
+        (V3, MeshSpec(expert=4, tensor=2), 8, BOTH),
+        (V3, MeshSpec(expert=4, tensor=2), 4, ("expert",)),
+        (V3, MeshSpec(expert=4, tensor=2), 2, ("tensor",)),
+        (FEW_KV, MeshSpec(expert=8), 8, ("expert",)),
+        (V3, MeshSpec(expert=8), 1, ()),
+    ],
+)
+def test_pages_are_split_over_devices_that_have_copies(config, mesh, ways, axes):
+    shape = config.transformer()
+    rules = split_pages(serving_rules(shape, mesh), shape, ways, 16)
+    assert rules.act.axes("slots") == axes
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "ways", "page_size", "why"),
+    [
+        (V3, MeshSpec(expert=8), 4, 16, "copies of keys and values; choose from 1, 8"),
+        (V3, MeshSpec(expert=8), 8, 20, "does not divide pages of block_size=20 tokens; choose a block_size of 40"),
+        (V3, MeshSpec(), 2, 16, "choose from 1"),
+        (MIXTRAL, MeshSpec(tensor=4), 4, 16, "kv heads of its own of 8 already"),
+        (FEW_KV, MeshSpec(expert=8), 4, 16, "choose from 1, 8"),
+    ],
+)
+def test_what_cannot_be_split_so_is_refused(config, mesh, ways, page_size, why):
+    shape = config.transformer()
+    with pytest.raises(ShardlmError, match=why):
+        split_pages(serving_rules(shape, mesh), shape, ways, page_size)

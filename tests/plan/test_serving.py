@@ -15,6 +15,7 @@ from launch import plan_serve_flags
 from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS
 from shardlm.mesh import MeshSpec
+from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.eagle import Streams
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer, answer_serving
@@ -239,3 +240,19 @@ def test_the_command_line_has_the_flags_of_the_server():
     told = json.loads(said)
     assert fits and told["plans"][0]["mesh"]["tensor"] == 2 and told["engine"]["kv_cache_dtype"] == "fp8"
     assert (told["engine"]["max_model_len"], told["asked"]["prompt_len"]) == (40, 20)
+
+
+def test_pages_that_limit_a_plan_are_split_where_nobody_says():
+    """Eight devices hold DeepSeek V3's latents once and not eight times, and serve more; but not where that is said."""
+    config = dataclasses.replace(DeepseekConfig(), num_layers=45)
+    options = {"lengths": (2048, 1024), "quantization": "fp8", "block_size": 16, "max_num_seqs": 1024}
+    case = dataclasses.replace(on("h100", 8, config, **options), splits=True)
+    [plan] = search(case, {"expert": 8}).plans
+    [asked] = search(dataclasses.replace(case, splits=False), {"expert": 8}).plans
+    assert asked.most.limit == "pages" and asked.case.engine.decode_context_parallel_size == 1
+    assert plan.case.engine.decode_context_parallel_size == 8 and plan.most.rate > 1.2 * asked.most.rate
+    assert plan.memory.tokens_held == pytest.approx(8 * asked.memory.tokens_held, rel=0.01)
+    said = " ".join(to_text(to_json(ServingAnswer(Found((plan,), ()), (RankedServing(plan),)))).split())
+    assert "expert=8, pages over 8" in said and "--decode_context_parallel_size=8" in said
+    [llama] = search(dataclasses.replace(on("h100", 8, LLAMA_70B), splits=True), {"tensor": 8}).plans
+    assert llama.case.engine.decode_context_parallel_size == 1  # each device has a kv head of its own

@@ -14,6 +14,7 @@ from served_cases import DRAFTED, LLAMA, LLAMA_70B, MTP, drafted, on
 from shardlm.hardware import GPUS
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
+from shardlm.models.deepseek import DeepseekConfig
 from shardlm.opened import load
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving import verify
@@ -62,6 +63,8 @@ ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
         ("llama", {"tensor": 2}, {"quantization": "int8", "kv_cache_dtype": "int8"}),
         ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "int4", "kv_cache_dtype": "fp8"}),
         ("deepseek_v2", {"tensor": 2, "expert": 2}, {"quantization": "fp8_dynamic"}),
+        ("deepseek_v2", {"tensor": 2, "expert": 2}, {"decode_context_parallel_size": 4}),
+        ("kimi_linear", {"tensor": 2}, {"decode_context_parallel_size": 2, "kv_cache_dtype": "int8"}),
         ("deepseek_v32", {"tensor": 2}, {"kv_cache_dtype": "int8"}),
         ("deepseek_v4", {"tensor": 2}, {"kv_cache_bytes": 2**18}),
         ("gemma3", {"pipeline": 2, "data": 2}, {}),
@@ -225,3 +228,19 @@ def test_memory_is_what_the_programs_for_gpus_need(shape, tensor, held):
     assert verified.programs[0].sent == sent and set(sent) == ({"tensor"} if tensor > 1 else set())
     answer = ServingAnswer(Found((plan,), ()), (RankedServing(plan, verified),))
     assert "Compiled for h100" in to_text(to_json(answer))
+
+
+@on_gpus
+def test_split_pages_are_what_the_programs_for_gpus_need():
+    """Of latents, which eight devices had copies of: the bytes of what is exchanged for them are in the program to the
+    byte, where tokens are few."""
+    shape = dataclasses.replace(DeepseekConfig(), num_layers=3, dense_layers=1, vocab_size=32_768)
+    plan = ServingPlan.of(on("h100", 8, shape, mesh=MeshSpec(expert=8), decode_context_parallel_size=8))
+    verified = verify_serving(plan)
+    for program in verified.programs:
+        assert abs(program.difference) < 0.05, program
+    speed = Speed.of(plan.case, plan.memory)
+    sent = speed.sent(0, Pass(256, 256, 1024, 2))
+    assert verified.programs[0].sent == sent and set(sent) == {"expert"} and sent["expert"]["all-to-all"] > 2**25
+    alone = serving_memory(plan.case.on(decode_context_parallel_size=1))
+    assert 8 * plan.memory.stages[0].page == alone.stages[0].page

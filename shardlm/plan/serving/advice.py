@@ -16,7 +16,7 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.attainment import fewest_gpus
 from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.change import why_not
-from shardlm.plan.serving.search import ServingPlan, meshes
+from shardlm.plan.serving.search import ServingPlan, best_on, meshes
 
 KINDS = ("l40s", *SYSTEMS)
 MOST_HOSTS = 8  # of one replica
@@ -153,7 +153,7 @@ def _by_size(
 def _plans(case: ServingCase, fixed: Mapping[str, int]) -> Iterator[ServingPlan]:
     for mesh in meshes(case, case.cluster.num_gpus, fixed):
         with contextlib.suppress(ShardlmError):  # said by why_not, where it is all of them
-            yield ServingPlan.of(case.on(mesh=mesh))
+            yield best_on(case.on(mesh=mesh))
 
 
 def _order(plan: ServingPlan) -> tuple[float, float]:

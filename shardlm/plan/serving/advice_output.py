@@ -85,7 +85,7 @@ def _line(offer: ServingOffer) -> list[str]:
         three_digits(first),
         three_digits(further),
         *([f"{times['within_limits']:.1%}"] if times else []),
-        mesh_text(plan.case.engine.mesh),
+        mesh_text(plan.case.engine),
     ]
 
 
@@ -100,7 +100,7 @@ def reasons(offer: ServingOffer) -> list[str]:
     plan, case = offer.plan, offer.plan.case
     weights, pages = plan.memory.fullest.weights / GIB, plan.memory.fullest.pages / GIB
     said = [
-        f"A replica on {mesh_text(case.engine.mesh)} holds {weights:.1f} GiB of weights and {pages:.1f} GiB of pages a "
+        f"A replica on {mesh_text(case.engine)} holds {weights:.1f} GiB of weights and {pages:.1f} GiB of pages a "
         f"GPU, for {plan.at_once:,} such requests at once.",
         *(_in_time(offer) if offer.times else _by_means(offer)),
     ]
@@ -123,7 +123,7 @@ def _by_means(offer: ServingOffer) -> list[str]:
 
 
 def _other(other: ServingPlan, at_most: str = "") -> str:
-    mesh = mesh_text(other.case.engine.mesh)
+    mesh = mesh_text(other.case.engine)
     return f"Replicas of {other.gpus_per_replica} ({mesh}) would take {at_most}{other.num_gpus:,} GPUs."
 
 
@@ -186,7 +186,7 @@ def _offer(offer: ServingOffer) -> dict[str, Any]:
         "others": [
             {
                 "gpus_per_replica": other.gpus_per_replica,
-                "mesh": mesh_text(other.case.engine.mesh),
+                "mesh": mesh_text(other.case.engine),
                 "replicas": other.replicas,
                 "num_gpus": other.num_gpus,
                 "at_most": bool(offer.times) and other.gpus_per_replica not in offer.counted,

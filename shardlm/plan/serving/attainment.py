@@ -83,7 +83,7 @@ def fewest_gpus(plans: Sequence[ServingPlan], say: Say) -> Fewest:
         if each * rate / (SLACK * plan.most.rate) > fewest - 1:
             continue
         at_most = math.inf if best is None else (fewest - 1) // each
-        say(f"requests at random on replicas of {mesh_text(plan.case.engine.mesh)} ...")
+        say(f"requests at random on replicas of {mesh_text(plan.case.engine)} ...")
         if count := trials.fewest(rate, at_most):
             best, fewest = (trials, count), each * count
             counts[trials] = count
@@ -205,7 +205,7 @@ class Trials:
         case, alone = self.case, self.times(self.plan.most.rate * LEAST)
         first, further = alone["ttft_seconds"]["p50"], alone["tpot_seconds"].get("p50", 0.0)
         return (
-            f"a replica on {mesh_text(case.engine.mesh)} gives {alone['within_limits']:.1%} of requests the latencies "
+            f"a replica on {mesh_text(case.engine)} gives {alone['within_limits']:.1%} of requests the latencies "
             f"asked for where hardly any run at once, and attainment={case.attainment:g}: half of the first tokens "
             f"come within {first:.3g} s, further ones every {further:.3g} s (estimated). Ask for longer ones"
         )

@@ -113,6 +113,7 @@ class ServingCase:
     acceptance_rate  share of the drafted tokens that the model accepts, as servers report it; 0: nothing drafts
     draft          the model that drafts, where one does
     images_per_prompt  images before each prompt, of image_size pixels (height, width), none of them another's
+    splits         positions of pages may be split over devices where that serves more (serving_rules.py)
     """
 
     model: ServedModel
@@ -132,6 +133,7 @@ class ServingCase:
     listed: Mix | None = None
     images_per_prompt: int = 0
     image_size: tuple[int, int] = (512, 512)
+    splits: bool = False
 
     def __post_init__(self):
         if self.cluster.measured is not None:

@@ -1,6 +1,7 @@
 """The plan of a serving engine: its memory, pages, times and rates on one mesh, and the best mesh for a cluster.
 Estimates, by formulas; serving/verify.py compiles."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,8 +19,10 @@ from shardlm.plan.serving.time import DecodeStep, Speed
 from shardlm.plan.serving.weights import one_layer, rules_for, stages_of, weights_of
 from shardlm.plan.sketch import refuse as unknown
 from shardlm.plan.ways import divisors
+from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.memories import refuse
 from shardlm.serve.submeshes import of_replica, of_stage
+from shardlm.serving_rules import serving_rules, split_pages
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -98,9 +101,11 @@ def _steps(case: ServingCase, memory: ServingMemory) -> tuple[DecodeStep, ...]:
     return tuple(speed.decode(batch, context) for batch in BATCHES if batch <= memory.sizes.max_rows)
 
 
-def mesh_text(mesh: MeshSpec) -> str:
+def mesh_text(engine: EngineConfig) -> str:
     """Of one replica, axes of size 1 left out."""
-    return " ".join(f"{a}={mesh.size(a)}" for a in ("tensor", "expert", "pipeline") if mesh.size(a) > 1) or "one GPU"
+    mesh, ways = engine.mesh, engine.decode_context_parallel_size
+    axes = " ".join(f"{a}={mesh.size(a)}" for a in ("tensor", "expert", "pipeline") if mesh.size(a) > 1) or "one GPU"
+    return f"{axes}, pages over {ways}" if ways > 1 else axes
 
 
 def _too_slow(case: ServingCase, least: Load) -> str:
@@ -131,12 +136,41 @@ def search(case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({})) -
     plans, refused = [], []
     for mesh in meshes(case, case.cluster.num_gpus, fixed):
         try:
-            plans.append(ServingPlan.of(case.on(mesh=mesh)))
+            plans.append(best_on(case.on(mesh=mesh)))
         except ShardlmError as error:
             refused.append((mesh, str(error)))
     if not plans:
         raise _none(case, refused, fixed)
     return Found(tuple(sorted(plans, key=order)), tuple(refused))
+
+
+def best_on(case: ServingCase) -> ServingPlan:
+    """On the case's mesh; where pages limit it, or leave no room, with their positions split over the devices that have
+    copies of them, if that serves more and nobody says how they are. Raises as `ServingPlan.of`."""
+    try:
+        plan = ServingPlan.of(case)
+        if not case.splits or plan.most.limit != "pages":
+            return plan
+    except ShardlmError:
+        split = _split_as_far(case)
+        if not case.splits or split is None:
+            raise
+        return ServingPlan.of(split)
+    split = _split_as_far(case)
+    with contextlib.suppress(ShardlmError):
+        return min(plan, ServingPlan.of(split), key=order) if split else plan
+    return plan
+
+
+def _split_as_far(case: ServingCase) -> ServingCase | None:
+    """With pages split over all devices that have copies of them; None where none has, or they cannot be."""
+    shape, engine = case.model.shape, case.engine
+    rules = serving_rules(shape, of_stage(engine.mesh), case.weights)
+    ways = rules.mesh.size(*rules.act.axes("heads"))
+    with contextlib.suppress(ShardlmError):
+        split_pages(rules, shape, ways, engine.block_size)
+        return case.on(decode_context_parallel_size=ways) if ways > 1 else None
+    return None
 
 
 def order(plan: ServingPlan) -> tuple[float, float, int]:

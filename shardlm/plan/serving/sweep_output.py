@@ -34,7 +34,7 @@ def _line(plan: ServingPlan) -> list[str]:
         f"{plan.num_gpus:,}",
         f"{plan.memory.fullest.total / GIB:.1f}",
         plan.most.limit,
-        mesh_text(plan.case.engine.mesh),
+        mesh_text(plan.case.engine),
     ]
 
 

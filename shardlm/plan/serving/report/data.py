@@ -4,6 +4,7 @@ from."""
 import dataclasses
 from typing import Any
 
+from shardlm.mesh import MeshSpec
 from shardlm.ops.weight_format import AsPublished
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.report.data import cluster_facts
@@ -107,6 +108,12 @@ def _drafts(case: ServingCase) -> dict[str, Any] | None:
     }
 
 
+def _text(plan: ServingPlan, mesh: MeshSpec) -> str:
+    """A mesh, and over how many devices positions of pages are split, where they are."""
+    ways = plan.case.engine.decode_context_parallel_size
+    return f"{mesh}, pages over {ways}" if ways > 1 else str(mesh)
+
+
 def _plan(one: RankedServing) -> dict[str, Any]:
     """`status` is estimated, verified, or refused with `why`; everything but `compiled` is estimated."""
     plan = one.plan
@@ -116,8 +123,9 @@ def _plan(one: RankedServing) -> dict[str, Any]:
         "status": one.status,
         "why": one.why,
         "mesh": plan.mesh.sizes(),
-        "mesh_text": str(plan.mesh),
-        "replica_text": str(dataclasses.replace(plan.mesh, data=1)),
+        "mesh_text": _text(plan, plan.mesh),
+        "replica_text": _text(plan, dataclasses.replace(plan.mesh, data=1)),
+        "decode_context_parallel_size": plan.case.engine.decode_context_parallel_size,
         "replicas": plan.replicas,
         "gpus_per_replica": plan.gpus_per_replica,
         "num_gpus": plan.num_gpus,
