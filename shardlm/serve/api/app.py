@@ -84,10 +84,7 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
     keys = service.settings.admin_keys
     admins = {path: Endpoint(service, *what, loads=False) for path, what in ADMIN.items()}
     admins |= {path: request_response(handler) for path, (_, handler) in ADMIN_BY_ADDRESS.items()}
-    routes = [
-        Route(path, Endpoint(service, *what, loads=path not in UNLOADED), methods=["POST"])
-        for path, what in POSTS.items()
-    ]
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints(service).items()]
     routes += [Route(path, _ForAdmin(app, keys), methods=["POST"]) for path, app in admins.items()]
     routes += [
         Route("/v1/models", about.models),
@@ -105,6 +102,11 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         *ollama.routes(service),
     ]
     return application(service, routes, service.settings, OPEN)
+
+
+def endpoints(service: Service) -> dict[str, Endpoint]:
+    """Of what clients ask the model, by path."""
+    return {path: Endpoint(service, *what, loads=path not in UNLOADED) for path, what in POSTS.items()}
 
 
 class _About:
