@@ -35,6 +35,7 @@ except ModuleNotFoundError as error:
 
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 1024, "Requests that may wait for their first token.", lower_bound=1)
 _REQUEST_SECONDS = flags.DEFINE_float("request_seconds", None, "End a request after so long.")
+_BATCH_DIR = flags.DEFINE_string("batch_dir", "", "A folder for OpenAI's /v1/files and /v1/batches; by default none.")
 OF_VLLM = {
     **model_flags.OF_VLLM,
     "ssl_certfile": "certificate",
@@ -49,6 +50,7 @@ OF_VLLM = {
 def settings(sampling: Mapping[str, float] = MappingProxyType({})) -> Settings:
     """What the command line, SHARDLM_API_KEY and SHARDLM_ADMIN_KEY say."""
     limits = {"max_queue": _MAX_QUEUE.value, "request_seconds": _REQUEST_SECONDS.value}
+    limits["batch_dir"] = _BATCH_DIR.value
     return Settings(**http_settings(), **model_flags.model_settings(sampling), **limits)
 
 

@@ -8,7 +8,7 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from shardlm.data.corpus import open_plain
 from shardlm.errors import ShardlmError
@@ -17,6 +17,7 @@ from shardlm.serve.api.batches.lines import Known
 
 STANDARD = "-"  # the name of what comes in, or goes out, without a file
 PIECE = 1 << 16  # bytes read at a time
+AHEAD = 2  # pieces that wait
 Numbered = tuple[int, bytes | None]  # a line from 1, without its end; None: longer than it may be
 
 
@@ -27,12 +28,11 @@ class Input:
         """Opens it. `longest`: bytes of a line. Raises ShardlmError where it cannot be read."""
         self._path, self._longest = path, longest
         self._stack = contextlib.ExitStack()
-        self._position: Callable[[], int] | None = None
-        self._size = 0
+        self._position: Callable[[], int] = lambda: 0
+        self._size, self._at = 0, 0  # bytes of the file, and how many were read
+        self._left = False  # nobody takes lines any more
         if path == STANDARD:
-            self._read: Callable[[int], bytes] = lambda count: os.read(
-                0, count
-            )  # as it comes, not when a piece is full
+            self._read: Callable[[int], bytes] = lambda count: os.read(0, count)  # as it comes
             return
         try:
             if pathlib.Path(path).is_dir():
@@ -44,30 +44,41 @@ class Input:
 
     def share(self) -> float | None:
         """How much of it has been read, up to 1; None where nobody knows how much there is."""
-        return min(1.0, self._position() / self._size) if self._position and self._size else None
+        return min(1.0, self._at / self._size) if self._size else None
 
-    async def lines(self) -> AsyncIterator[Numbered]:
+    async def lines(self) -> AsyncGenerator[Numbered, None]:
         """Those with something in them. Raises ShardlmError where it cannot be read on."""
-        loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[list[Numbered] | Exception | None] = asyncio.Queue(2)
+        loop, room = asyncio.get_running_loop(), threading.Semaphore(AHEAD)
+        pieces: asyncio.Queue[list[Numbered] | Exception | None] = asyncio.Queue()
 
         def put(piece: list[Numbered] | Exception | None) -> None:
-            asyncio.run_coroutine_threadsafe(pieces.put(piece), loop).result()
+            room.acquire()
+            if not self._left:
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         # A daemon: nobody waits at the end for a pipe through which nothing comes.
         threading.Thread(target=self._pump, args=(put,), name="batch input", daemon=True).start()
-        while (piece := await pieces.get()) is not None:
-            if isinstance(piece, Exception):
-                raise self._unread(piece) from None
-            for one in piece:
-                yield one
+        try:
+            while (piece := await pieces.get()) is not None:
+                if isinstance(piece, Exception):
+                    raise self._unread(piece) from None
+                for one in piece:
+                    yield one
+                room.release()
+        finally:
+            self._left = True
+            room.release()
 
     def _pump(self, put: Callable[[list[Numbered] | Exception | None], None]) -> None:
         end = None
-        with contextlib.suppress(RuntimeError, asyncio.CancelledError):  # the event loop has ended
+        with self._stack, contextlib.suppress(RuntimeError):  # the event loop has ended
             try:
                 for piece in numbered(lambda: self._read(PIECE), self._longest):
                     put(piece)
+                    if self._left:
+                        return
+                    self._at = self._position() if self._size else 0  # a pipe has none
+                self._at = self._size
             except (OSError, EOFError) as error:
                 end = error
             put(end)

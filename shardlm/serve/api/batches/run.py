@@ -3,8 +3,9 @@ for, and written when it ends, in whatever order they end: nothing waits in memo
 that is killed loses what was under way and no more. OpenAI's output is in no order either; vLLM's is in the input's."""
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from starlette.types import ASGIApp, Message
 
@@ -23,10 +24,6 @@ class Counts:
     failed: int = 0
     before: int = 0
     running: int = 0
-
-
-class Closed(Exception):
-    """The server takes nothing new, since it is about to end."""
 
 
 async def ask(app: ASGIApp, path: str, body: bytes) -> Answer:
@@ -52,7 +49,7 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Answer:
 
 
 async def run(
-    lines: AsyncIterator[Numbered],
+    lines: AsyncGenerator[Numbered, None],
     handlers: Mapping[str, ASGIApp],
     write: Callable[[bytes, bool], None],
     known: Known,
@@ -79,7 +76,7 @@ async def run(
             slots.release()
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with contextlib.aclosing(lines), asyncio.TaskGroup() as group:
             try:
                 async for number, raw in lines:
                     line = known.sort(number, read(number, raw, handlers))
