@@ -31,7 +31,7 @@ import json, sys
 from absl import flags
 import launch.router, launch.serve
 known = flags.FLAGS.flags_by_module_dict()
-shared = {"launch.router": (), "launch.serve": ("launch.engine_flags", "launch.compile_cache")}
+shared = {"launch.router": (), "launch.serve": ("launch.model_flags", "launch.engine_flags", "launch.compile_cache")}
 for words in json.loads(sys.argv[1]):
     module = words[0]
     flags.FLAGS(words)

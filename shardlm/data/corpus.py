@@ -156,7 +156,7 @@ def _decode(data: bytes, where: str, size: int, on_bad_utf8: OnBadUtf8) -> Docum
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+def open_plain(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """The decompressed file, and a function that says how far the file on disk has been read, in bytes."""
     if (codec := _CODECS.get(path.suffix.lower())) is None:
         with open(path, "rb") as file:
@@ -169,7 +169,7 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
 
 def _read_text(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Iterator[Document]:
-    with _open(source.path) as (file, _):
+    with open_plain(source.path) as (file, _):
         yield _decode(file.read(), str(source.path), source.size, on_bad_utf8)
 
 
@@ -180,7 +180,7 @@ def _read_stdlib(source: Source, text_key: str, on_bad_utf8: OnBadUtf8) -> Itera
 def read_lines(source: Source) -> Iterator[tuple[int, bytes, int]]:
     """(number from 1, line, bytes on disk read for it) of a file's lines that are not blank."""
     done = 0
-    with _open(source.path) as (file, position):
+    with open_plain(source.path) as (file, position):
         for number, line in enumerate(file, start=1):
             if line.strip():
                 size, done = position() - done, position()

@@ -82,10 +82,13 @@ class AsyncLLM:
         model_name: str,
         template: ChatTemplate | None,
         limit_mm_per_prompt: Mapping[str, int] | None = None,
+        paced: bool = True,
     ):
-        """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it."""
+        """Takes the engine over and starts its thread; call in the event loop that asks for replies, or before it.
+        `paced`: somebody waits for parts of replies; else batches are as LLM's, for the most tokens a second."""
         self._engine = engine
-        engine.keep_pace()
+        if paced:
+            engine.keep_pace()
         self.model_name, self.template = model_name, template
         self.max_model_len = engine.max_model_len
         self.pooling: Pooling = engine.pooling
@@ -190,6 +193,11 @@ class AsyncLLM:
             return now.num_running + now.num_waiting  # which all wait, to be computed anew
 
         return await self._run_there(swap)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Replies that run at once, on all replicas that have not ended."""
+        return self._engine.scheduler.config.max_rows * len(self._engine.runners)
 
     @functools.cached_property
     def facts(self) -> ModelFacts:

@@ -19,6 +19,11 @@ from shardlm.generate import Sampling, generate
 from shardlm.layers.packed import Packed
 from shardlm.mesh import MeshSpec
 from shardlm.serve import state
+from shardlm.serve.api.app import endpoints
+from shardlm.serve.api.batches.files import Input, Output
+from shardlm.serve.api.batches.run import Counts, run
+from shardlm.serve.api.service import Service
+from shardlm.serve.api.settings import Settings
 from shardlm.serve.async_llm import AsyncLLM
 from shardlm.serve.bad_words import BadWords
 from shardlm.serve.bench.engine import bench_serving, serve_to
@@ -295,6 +300,31 @@ def test_many_clients_stream_and_some_leave(served, directly):
     asyncio.run(everybody())
     assert llm.stats().kv_usage == 0 and llm.stats().num_running == 0
     llm.shutdown()
+
+
+def test_a_file_of_requests(served, directly, tmp_path, monkeypatch):
+    """More than run at once; nobody waits for parts of them, and each is what the model says alone."""
+    engine = served[0]
+    monkeypatch.setattr(engine, "pace", None)
+    llm = AsyncLLM(engine, model_name="tiny", template=None, paced=False)
+    how = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+    lines = [
+        {"custom_id": f"{n}", "method": "POST", "url": "/v1/completions", "body": {"prompt": PROMPTS[n % 4], **how}}
+        for n in range(16)
+    ]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output, counts = Output(str(tmp_path / "out"), resume=False), Counts()
+    write = lambda line, _: output.write(line)  # noqa: E731
+    requests, handlers = Input(str(tmp_path / "in"), 2**20), endpoints(Service(llm, Settings()))
+    how = {"most": 2 * llm.max_num_seqs, "check": llm.check_health}
+    asyncio.run(run(requests.lines(), handlers, write, output.known, counts, **how))
+    llm.shutdown()
+    output.close()
+    found = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert {one["custom_id"]: one["response"]["body"]["choices"][0]["token_ids"] for one in found} == {
+        f"{n}": directly[tuple(PROMPTS[n % 4])] for n in range(16)
+    }
+    assert counts == Counts(done=16) and llm.max_num_seqs == 3 and engine.pace is None and not engine.has_unfinished
 
 
 def test_the_benchmark_offline_and_over_http(served, tmp_path):

@@ -190,6 +190,7 @@ def test_replicas_are_one_engine_to_clients():
     assert [output.outputs[0].token_ids for output in outputs] == [expected[n % 4] for n in (*range(8), 9, 11)]
     assert all(output.num_cached_tokens > 0 for output in outputs[8:])
     stats = llm.stats()
+    assert llm.max_num_seqs == 2 * engine.scheduler.config.max_rows
     assert stats.generation_tokens == sum(one.generation_tokens for one in stats.replicas)
     assert min(one.generation_tokens for one in stats.replicas) > 0
     told = Metrics("tiny").text(stats)

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route, request_response
+from starlette.routing import BaseRoute, Route, request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardlm.serve.api import metrics
 from shardlm.serve.api.adapters import load_adapter, unload_adapter
+from shardlm.serve.api.batches.routes import routes as batch_routes
+from shardlm.serve.api.batches.service import Batches
 from shardlm.serve.api.chat import chat
 from shardlm.serve.api.classify import classify, pooling
 from shardlm.serve.api.completions import completions
@@ -84,10 +86,8 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
     keys = service.settings.admin_keys
     admins = {path: Endpoint(service, *what, loads=False) for path, what in ADMIN.items()}
     admins |= {path: request_response(handler) for path, (_, handler) in ADMIN_BY_ADDRESS.items()}
-    routes = [
-        Route(path, Endpoint(service, *what, loads=path not in UNLOADED), methods=["POST"])
-        for path, what in POSTS.items()
-    ]
+    handlers, options = endpoints(service), {}
+    routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]
     routes += [Route(path, _ForAdmin(app, keys), methods=["POST"]) for path, app in admins.items()]
     routes += [
         Route("/v1/models", about.models),
@@ -104,7 +104,16 @@ def make_app(llm, settings: Settings | None = None) -> Starlette:
         Route("/", about.page),
         *ollama.routes(service),
     ]
-    return application(service, routes, service.settings, OPEN)
+    if folder := service.settings.batch_dir:
+        batches = Batches(service, handlers, folder)
+        routes += batch_routes(batches)
+        options["lifespan"] = batches.running
+    return application(service, routes, service.settings, OPEN, **options)
+
+
+def endpoints(service: Service) -> dict[str, Endpoint]:
+    """Of what clients ask the model, by path."""
+    return {path: Endpoint(service, *what, loads=path not in UNLOADED) for path, what in POSTS.items()}
 
 
 class _About:

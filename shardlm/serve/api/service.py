@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from shardlm.errors import ShardlmError
@@ -52,8 +52,11 @@ class Service(Serving):
         self._left_out: set[str] = set()  # what the log says of kinds of tools, or of options, that are
         self.shows_later_system: bool | None = None  # of the chat template; None: not looked at yet
         self.updating: asyncio.Future | None = None  # the last reading of other weights
+        self.leaving: list[Callable[[], object]] = []  # ends, when nothing new is taken, what nobody waits for
 
     async def drain(self) -> None:
+        for leave in self.leaving:
+            leave()
         await super().drain()
         await self.llm.drain()
 

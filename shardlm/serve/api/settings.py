@@ -46,6 +46,7 @@ class Settings(HttpSettings):
     request_seconds  a request is ended after so long; None: never
     sampling         fields of SamplingParams, for requests that leave them open (serve/defaults.py)
     media            where images may come from that are sent by their address
+    batch_dir        a folder for /v1/files and /v1/batches; "": there are none
     """
 
     model_names: tuple[str, ...] = ()
@@ -56,6 +57,7 @@ class Settings(HttpSettings):
     request_seconds: float | None = None
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
     media: MediaRules = MediaRules()
+    batch_dir: str = ""
 
     def __post_init__(self):
         super().__post_init__()

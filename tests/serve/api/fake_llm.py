@@ -47,6 +47,7 @@ class FakeLLM:
     model_name: str = "fake"
     adapters: tuple = ()
     max_model_len: int = 4096
+    max_num_seqs: int = 4
     ready: bool = True
     template_name: str = "qwen25"
     facts: ModelFacts = ModelFacts("qwen2", 494_032_768, 988_065_536, "BF16", "safetensors", True, 896, 24, 151_936)
@@ -179,6 +180,9 @@ class FakeLLM:
     def stats(self):
         counted = (len(self.running), 0, len(self.running) / 8, 40, 10, 0, self._counts[1], self._counts[0])
         return Stats(*counted, num_pages=64, page_size=16)
+
+    def shutdown(self):
+        pass
 
     async def drain(self):
         while self.running:

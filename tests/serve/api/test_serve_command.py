@@ -16,6 +16,7 @@ from absl.testing import flagsaver
 
 from launch import engine_flags, serve
 from shardlm.errors import ShardlmError
+from shardlm.progress_bar import compiling
 from shardlm.serve.api.server import CONNECTIONS
 from shardlm.serve.media import MediaRules
 
@@ -121,7 +122,7 @@ def test_flags_of_vllm_are_told_their_names():
 
 def test_a_log_says_how_far_compiling_is(capsys):
     times = iter([0.0, 1.0, 16.0, 16.0, 20.0, 40.0, 40.0])
-    progress = serve.compiling(lambda: next(times))
+    progress = compiling(lambda: next(times))
     for done in range(1, 5):
         progress(done, 20)
     assert capsys.readouterr().err == "compiled 2 of 20 programs\ncompiled 4 of 20 programs\n"
