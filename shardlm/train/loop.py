@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from shardlm import hardware
 from shardlm.checkpoint import Checkpoints
+from shardlm.checkpoint_messages import SaveFailed
 from shardlm.flops import forward_flops, training_flops
 from shardlm.metrics.goodput import Goodput
 from shardlm.metrics.log import MetricsLog
@@ -98,6 +99,8 @@ class Run:
     validation: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
+    missed: bool = False  # whether the last checkpoint that is known of could not be written
+    saving: bool = False  # whether another one has begun
     def start(
         cls,
         program: Program,
@@ -181,10 +184,7 @@ class Run:
             if evaluates:
                 self.validation = self.evaluate(self.state)
             if last or self.checkpoints.due(step):
-                with self.goodput.measure("checkpoint"):
-                    metrics = self.validation if evaluates else {}
-                    saved = dataclasses.replace(self.state, frozen=None)
-                    self.checkpoints.save(step, saved, self.source.get_state(), metrics)
+                self.save(step, self.validation if evaluates else {}, last)
             if last:
                 break
             if in_flight is None:
@@ -201,6 +201,32 @@ class Run:
         """
         train = self.program.config.train
         values = readings(metrics)
+    def save(self, step: int, metrics: dict[str, float], last: bool) -> None:
+        """Begins to save. One that fails costs no step: the run goes on, with a warning, and ends with the second in a
+        row or with its `last`. In a job of several processes, of which one alone may know, it ends with the first.
+
+        Raises ShardlmError where the run ends."""
+        with self.goodput.measure("checkpoint"):
+            with self._may_miss(ends=self.missed and not last):
+                self.checkpoints.wait()
+                self.missed = self.missed and not self.saving
+            self.saving = False
+            with self._may_miss(ends=self.missed or last):
+                saved = dataclasses.replace(self.state, frozen=None)
+                self.checkpoints.save(step, saved, self.source.get_state(), metrics)
+                self.saving = True
+
+    @contextlib.contextmanager
+    def _may_miss(self, ends: bool) -> Iterator[None]:
+        try:
+            yield
+        except SaveFailed as error:
+            if ends or jax.process_count() > 1:
+                raise
+            self.missed = True
+            again = self.program.config.checkpoint.every_steps
+            self.say(f"warning: {error.what} The run goes on, and saves again within {again} steps: free some space")
+
         now = time.monotonic()
         self.profiler.timed(step, now - clock)
         rates = self.meter.add(1, values["tokens"], self._flops(values), now - clock)
