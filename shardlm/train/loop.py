@@ -175,6 +175,7 @@ class Run:
                 if in_flight:
                     clock = self.report(*in_flight, clock)
                 in_flight = (step, metrics | beside)
+                beside = beside | {"epoch": self.source.epoch}  # now: when it is logged another batch is taken
                 last = step == train.steps or (step % self._agree_every() == 0 and stop.agreed())
                 evaluates = step % train.eval_every == 0 or step == train.steps
                 waits = self.checkpoints.due(step) or self.profiler.is_edge(step) or self.source.follows
@@ -244,7 +245,7 @@ class Run:
         self.goodput.step_done(step)
         self.progress.update(step, values["loss"], rates)
         if step % train.log_every == 0 or step == train.steps or bad:
-            self.log.write(step, values | _rates(rates) | {"epoch": self.source.epoch})
+            self.log.write(step, values | _rates(rates))
         return now
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
