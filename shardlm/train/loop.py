@@ -176,7 +176,7 @@ class Run:
                     clock = self.report(*in_flight, clock)
                 in_flight = (step, metrics | beside)
                 beside = beside | {"epoch": self.source.epoch}  # now: when it is logged another batch is taken
-                last = step == train.steps or (step % self._agree_every() == 0 and stop.agreed())
+                last = step == train.steps or stop.agreed(step)
                 evaluates = step % train.eval_every == 0 or step == train.steps
                 waits = self.checkpoints.due(step) or self.profiler.is_edge(step) or self.source.follows
                 if last or evaluates or waits:
@@ -278,10 +278,6 @@ class Run:
         if latest is None:
             return "There is no checkpoint yet."
         return f"The last good checkpoint is {self.checkpoints.directory / str(latest)}."
-
-    def _agree_every(self) -> int:
-        """Steps between the moments when processes agree on stopping; alone, a process knows at every step."""
-        return 1 if jax.process_count() == 1 else self.program.config.train.log_every
 
 
 def _rates(rates: Rates) -> dict[str, float]:
