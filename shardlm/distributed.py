@@ -215,14 +215,7 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # CPU processes have no other
-    jax.distributed.initialize(
-        args.coordinator_address,
-        args.num_processes,
-        args.process_id,
-        local_device_ids=None if args.local_device is None else [args.local_device],
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        cluster_detection_method="deactivate",  # its own would show a process under Slurm one GPU of its host
-    )
+    _meet(args)
     failures = _Failures(coordinator(), f"process {args.process_id} of {args.num_processes}")
     try:
         yield
@@ -234,6 +227,27 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
         failures.shut_down()
         raise
     _leave(failures)
+
+
+def _meet(args: ClusterArgs) -> None:
+    """Raises ShardlmError where the others, or the one that coordinates, are not there."""
+    import jax
+
+    try:
+        jax.distributed.initialize(
+            args.coordinator_address,
+            args.num_processes,
+            args.process_id,
+            local_device_ids=None if args.local_device is None else [args.local_device],
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            cluster_detection_method="deactivate",  # its own would show a process under Slurm one GPU of its host
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ShardlmError(
+            f"process {args.process_id} of {args.num_processes} did not meet the others by {args.coordinator_address}, "
+            f"where process 0 listens: {str(error).splitlines()[0]}. Start all processes, each with its own number, "
+            "and let that address be reached from their hosts"
+        ) from error
 
 
 def _leave(failures: "_Failures") -> None:

@@ -128,6 +128,16 @@ def test_gpus_are_not_narrowed_by_the_detection_of_jax(monkeypatch):
     assert all(kwargs["cluster_detection_method"] == "deactivate" for _, kwargs in calls)
 
 
+def test_a_process_that_meets_nobody_is_told_where_it_looked(monkeypatch):
+    def alone(*_, **__):
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Deadline Exceeded\n\nmore")
+
+    monkeypatch.setattr(jax.distributed, "initialize", alone)
+    told = r"process 1 of 2 did not meet the others by host:1, where process 0 listens: DEADLINE_EXCEEDED: Deadline Ex"
+    with pytest.raises(ShardlmError, match=told), joined(ClusterArgs("host:1", 2, 1)):
+        raise AssertionError
+
+
 def test_two_processes_under_slurm_meet():
     both = two_processes("meeting")
     lines = [line for one in both for line in one.stdout.splitlines() if line.startswith("RESULT ")]  # gloo prints too

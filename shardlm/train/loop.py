@@ -23,13 +23,14 @@ from shardlm.run_files import CHECKPOINTS
 from shardlm.run_lock import only_trainer
 from shardlm.state import TrainState
 from shardlm.train import report
+from shardlm.train.alike import check_configs
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig
 from shardlm.train.diloco import readings
 from shardlm.train.faults import StopSignal, check_finite
 from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
-from shardlm.train.resume import claim, resume
+from shardlm.train.resume import claim, keep, resume
 from shardlm.train.strategy import Step
 from shardlm.train.stuck import Patience
 from shardlm.train.task import Source, Task, Texts
@@ -51,6 +52,7 @@ def train(
     """
     if profile:
         profile.check(config.train.steps)
+    check_configs(config)
     if jax.process_index() == 0:
         check_trackers(config.trackers)
     if isinstance(config.model, Pretrained):
@@ -62,7 +64,7 @@ def train(
     check_vocabulary(program.model.config, task.tokenizer.vocab_size, getattr(config.model, "folder", ""))
     source = task.source()
     with only_trainer(run_dir) if jax.process_index() == 0 else contextlib.nullcontext():
-        changes = claim(run_dir, config, task.tokenizer, task.tokenizer_path)
+        changes = claim(run_dir, config, task.tokenizer)
         with (
             jax.set_mesh(program.mesh),
             Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
@@ -97,10 +99,10 @@ class Run:
     state: TrainState | None
     step: int
     validation: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @classmethod
     missed: bool = False  # whether the last checkpoint that is known of could not be written
     saving: bool = False  # whether another one has begun
+
+    @classmethod
     def start(
         cls,
         program: Program,
@@ -114,14 +116,17 @@ class Run:
         config, first = program.config, jax.process_index() == 0
         run_dir = pathlib.Path(config.run_dir)
         state, step, origin = resume(program, checkpoints, source)
-        if profile:
-            profile.check(config.train.steps, done=step)
+        if first:
+            keep(run_dir, config, task.tokenizer_path)
+        passed = profile.passed(step) if profile else ""
         patience = config.train.stuck_seconds
         with contextlib.ExitStack() as undone:  # where what follows fails
             watch = Patience(patience) if patience else None
             goodput = undone.enter_context(Goodput(run_dir, step, started, first, watch))
             progress = ProgressLine(config.train.steps, step, enabled=first)
             progress.note(origin)
+            if passed:
+                progress.note(passed)
             with goodput.measure("compile"):
                 xla = program.xla_options()
                 if xla.left_out:
@@ -136,7 +141,8 @@ class Run:
             log = MetricsLog(
                 run_dir, step, first, lambda: [Tracker(n, run_dir, step > 0, progress.note) for n in names]
             )
-            profiler = Profiler(profile, program, lambda: {name: compiled[name].as_text() for name in compiled})
+            texts = lambda: {name: compiled[name].as_text() for name in compiled}  # noqa: E731
+            profiler = Profiler(None if passed else profile, program, texts)
             parts = (program, task, source, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
             undone.pop_all()
         return cls(*parts, state, step)
@@ -169,13 +175,13 @@ class Run:
         for step in range(self.step + 1, train.steps + 1):
             with self.goodput.measure(self.source.waits_for):
                 batch, beside = self.source.next(self.state)
+                beside = beside | {"epoch": self.source.epoch}  # now: when it is logged another batch is taken
             with self.goodput.measure("step"):
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     self.state, metrics = self.train_step(step, self.state, batch)
                 if in_flight:
                     clock = self.report(*in_flight, clock)
                 in_flight = (step, metrics | beside)
-                beside = beside | {"epoch": self.source.epoch}  # now: when it is logged another batch is taken
                 last = step == train.steps or stop.agreed(step)
                 evaluates = step % train.eval_every == 0 or step == train.steps
                 waits = self.checkpoints.due(step) or self.profiler.is_edge(step) or self.source.follows
@@ -195,13 +201,6 @@ class Run:
         self.goodput.stop()
         return self.state
 
-    def report(self, step: int, metrics: dict[str, Any], clock: float) -> float:
-        """Waits for a step, checks and logs it; returns the time it was seen done.
-
-        Raises ShardlmError after too many steps that are not finite.
-        """
-        train = self.program.config.train
-        values = readings(metrics)
     def save(self, step: int, metrics: dict[str, float], last: bool) -> None:
         """Begins to save. One that fails costs no step: the run goes on, with a warning, and ends with the second in a
         row or with its `last`. In a job of several processes, of which one alone may know, it ends with the first.
@@ -228,6 +227,13 @@ class Run:
             again = self.program.config.checkpoint.every_steps
             self.say(f"warning: {error.what} The run goes on, and saves again within {again} steps: free some space")
 
+    def report(self, step: int, metrics: dict[str, Any], clock: float) -> float:
+        """Waits for a step, checks and logs it; returns the time it was seen done.
+
+        Raises ShardlmError after too many steps that are not finite.
+        """
+        train = self.program.config.train
+        values = readings(metrics)
         now = time.monotonic()
         self.profiler.timed(step, now - clock)
         rates = self.meter.add(1, values["tokens"], self._flops(values), now - clock)

@@ -13,6 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
 from shardlm.train import report
+from shardlm.train.alike import check_same
 from shardlm.train.batches import local_rows
 from shardlm.train.distill import check_tokenizers
 from shardlm.train.evaluate import Evaluator
@@ -80,6 +81,11 @@ class Texts:
         sight = sight_of_chats(program.config)
         with report.Preparing(enabled=jax.process_index() == 0) as progress:
             data = prepare(program.config.data, progress, sight)
+        found = {"data.train": data.train, "data.validation": data.validation}
+        check_same(
+            {f"the fingerprint of {name}": shards.fingerprint for name, shards in found.items()},
+            "give all hosts the same files",
+        )
         check_tokenizers(program.config, data.tokenizer)
         program, eyes = with_eyes(program, data, sight)
         return cls(program, data, eyes)
