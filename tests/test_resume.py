@@ -99,8 +99,21 @@ def test_signals_are_kept_for_the_loop_once_there_is_something_to_save():
         assert signal.getsignal(signal.SIGTERM) == before
         stop.listen()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.agreed(1) and stop.name == "SIGTERM"
+        assert stop.agreed(1) and stop.name == "SIGTERM" and stop.status == 143
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
+def test_a_terminal_that_closes_stops_a_run_unless_it_is_to_outlive_it(handler):
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with StopSignal() as stop:
+            stop.listen()
+            signal.raise_signal(signal.SIGHUP)
+            told = (stop.name, stop.status)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == (("SIGHUP", 129) if handler == signal.SIG_DFL else (None, 143))
 
 
 @pytest.mark.parametrize(("seconds", "asked"), [(0.01, [1, 2, 456]), (2.0, [1, 2, 4, 6]), (40.0, [1, 2, 3, 4])])

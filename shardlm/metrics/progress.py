@@ -101,7 +101,8 @@ class ProgressLine:
         return self
 
     def __exit__(self, *_) -> None:
-        self._bar.stop()
+        with contextlib.suppress(OSError, SystemExit):
+            self._bar.stop()
 
 
 def describe(loss: float, rates: Rates | None) -> list[str]:

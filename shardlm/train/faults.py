@@ -14,9 +14,10 @@ AGREE_SECONDS = 5.0  # between the moments when several processes ask each other
 
 
 class StopSignal:
-    """Catches SIGINT (Ctrl-C) and SIGTERM, so that the loop can save and leave between steps: from `listen` on, until
-    it is left. Before that there is no step to save, and a signal ends the process at once, also while XLA compiles
-    for minutes; except in a job of several, where a process that goes alone leaves the others waiting for it.
+    """Catches SIGINT (Ctrl-C), SIGTERM and SIGHUP (a terminal that closes; not under nohup), so that the loop can save
+    and leave between steps: from `listen` on, until it is left. Before that there is no step to save, and a signal ends
+    the process at once, also while XLA compiles for minutes; except in a job of several, where a process that goes
+    alone leaves the others waiting for it.
 
     A second SIGINT interrupts at once, as usual.
     """
@@ -36,8 +37,9 @@ class StopSignal:
         """Catches them from now on."""
         if self._previous:
             return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._caught)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._caught)
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous.items():
@@ -48,6 +50,11 @@ class StopSignal:
         if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+
+    @property
+    def status(self) -> int:
+        """That the process ends with: of a process that the signal ended, or where another one was told, of SIGTERM."""
+        return 128 + signal.Signals[self.name or "SIGTERM"]
 
     def agreed(self, step: int) -> bool:
         """Whether any process was told to stop. With several processes all must call it after the same steps; they ask

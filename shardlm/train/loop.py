@@ -76,7 +76,7 @@ def train(
             state = run.until_done_or_stopped(stop)
             if stop.name or run.step < config.train.steps:
                 run.say(report.stopped(stop.name, run.step, checkpoints.directory, command))
-                return 130 if stop.name == "SIGINT" else 143
+                return stop.status
             report.finished(run, state, command)
     return 0
 
