@@ -102,11 +102,14 @@ class Texts:
         return Rows.make(self.program, self.data, self.eyes)
 
     def evaluator(self, options: dict[str, Any]) -> Evaluator:
-        """Raises ShardlmError for images to validate by that no row holds, before there is a step."""
+        """Raises ShardlmError for images to validate by that no row holds, and for nothing to validate by, before there
+        is a step."""
         if self.data.validation.image_token is not None:
             train = self.program.config.train
             make_rows(self.data.validation, train.seq_len, self.program.config.data.packing)
-        return Evaluator(self.program, self.data, self.program.lower_eval().compile(options), self.eyes)
+        evaluator = Evaluator(self.program, self.data, self.program.lower_eval().compile(options), self.eyes)
+        evaluator.check()
+        return evaluator
 
     def described(self, source: "Rows") -> list[str]:
         return report.of_texts(self.program, self.data, source.loader)
