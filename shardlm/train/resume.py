@@ -18,6 +18,7 @@ from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
 from shardlm.train.alike import check_same
 from shardlm.train.config import RunConfig
+from shardlm.train.frozen import check_frozen, keep_frozen
 from shardlm.train.program import Program
 from shardlm.train.task import Source
 
@@ -38,14 +39,15 @@ SHOWN = 4  # options of a config.json that a message names
 def claim(run_dir: pathlib.Path, config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """What has changed since the last start in the run directory, in which nothing is written.
 
-    Raises ShardlmError when the directory holds checkpoints of another model or tokenizer, and where it is another one
-    for some process of the job.
+    Raises ShardlmError when the directory holds checkpoints of another model or tokenizer, or stands on other weights
+    (frozen.py), and where it is another one for some process of the job.
     """
     latest = Checkpoints(run_dir / CHECKPOINTS).latest()
     remedy = "give all of them one run_dir, in a file system that their hosts share"
     check_same({"the latest checkpoint in run_dir": latest}, remedy)
     # Of a new run there is nothing else yet. It would stand still at its first checkpoint.
     check_same({f"who holds run_dir/{LOCK}": holder(run_dir)}, remedy)
+    check_frozen(run_dir, config, resumes=latest is not None)
     if latest is None or not (run_dir / CONFIG).is_file():
         return []
     before = find_run(run_dir)
@@ -65,6 +67,7 @@ def keep(run_dir: pathlib.Path, config: RunConfig, tokenizer_path: pathlib.Path)
     """Writes configuration, tokenizer and chat template into the run directory, once its checkpoint and position in the
     data fit them: those who use the run go by what is there, also after a start that was refused."""
     save_run_files(run_dir, to_json(config), tokenizer_path)
+    keep_frozen(run_dir, config)
     if config.data.chat_template:
         template_of(config.data.chat_template).save(run_dir)
 
