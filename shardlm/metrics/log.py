@@ -78,8 +78,8 @@ class MetricsLog:
             try:
                 end_all(self._trackers, failed)
             finally:  # also where nobody waits for a tracker any more (Ctrl-C)
-                self._lines.close()
                 self._events.close()
+                self._lines.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
