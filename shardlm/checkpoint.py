@@ -137,8 +137,7 @@ class Checkpoints:
         self.wait()
         if step == self._step:
             return
-        latest = self.latest()
-        if latest is not None and step <= latest:
+        if (latest := self.latest()) is not None and step <= latest:
             raise ShardlmError(
                 f"{self.directory} already holds a checkpoint of step {latest}, and this run is at {step}: "
                 "it did not continue from there. Resume from it, or choose another run directory."
@@ -147,6 +146,7 @@ class Checkpoints:
         self._saving = _Save(step, {name: float(value) for name, value in metrics.items()}, nbytes)
         items = {"state": state, "data": DataState(data_state)}
         with self._explained():
+            self.directory.mkdir(parents=True, exist_ok=True)  # where somebody removed it, what is in memory is all
             if shutil.disk_usage(self.directory).free < nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # rather than after gigabytes
             self._writer.save_checkpointables_async(step, items, force=True)

@@ -14,7 +14,15 @@ from shardlm.errors import ShardlmError
 from shardlm.files import format_bytes, free_space
 
 
-def save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Exception) -> ShardlmError:
+class SaveFailed(ShardlmError):
+    """A checkpoint that could not be written. `what`: that, without what to do about it."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(f"{what} {remedy}")
+        self.what = what
+
+
+def save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Exception) -> SaveFailed:
     """A save of so many bytes to `path`, beside which there are those of the steps `intact`."""
     why = reason(error)
     if any(os.strerror(code) in why for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
@@ -23,9 +31,9 @@ def save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Excep
     steps = ", ".join(map(str, intact))
     earlier = f"The checkpoints at step {steps} are intact" if intact else "It was the first"
     otherwise = "lower checkpoint.keep" if intact else "set run_dir to another disk"  # fewer than none cannot be kept
-    return ShardlmError(
-        f"Checkpoint {path} could not be written: {why}. {earlier}. Free some space or {otherwise}, then run the same "
-        "command again."
+    return SaveFailed(
+        f"Checkpoint {path} could not be written: {why}. {earlier}.",
+        f"Free some space or {otherwise}, then run the same command again.",
     )
 
 

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import os
 import re
+import socket
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from shardlm.errors import ShardlmError
 # A process that dies is noticed after this long: 98 s at jax's default of 100, measured 8.7 s at 10. Thirty leaves
 # room for a host that stalls on a checkpoint.
 HEARTBEAT_SECONDS = 30
+MEETING_SECONDS = 300.0  # that a process waits for process 0; as long as jax does for all
 PORT_BASE, PORT_RANGE = 61_440, 4_096  # ephemeral ports; the job's number picks one, so that jobs don't collide
 
 
@@ -215,14 +218,7 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # CPU processes have no other
-    jax.distributed.initialize(
-        args.coordinator_address,
-        args.num_processes,
-        args.process_id,
-        local_device_ids=None if args.local_device is None else [args.local_device],
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        cluster_detection_method="deactivate",  # its own would show a process under Slurm one GPU of its host
-    )
+    _meet(args)
     failures = _Failures(coordinator(), f"process {args.process_id} of {args.num_processes}")
     try:
         yield
@@ -234,6 +230,55 @@ def joined(args: ClusterArgs | None) -> Iterator[None]:
         failures.shut_down()
         raise
     _leave(failures)
+
+
+def _meet(args: ClusterArgs) -> None:
+    """Raises ShardlmError where the one that coordinates is not there; where others are not, jaxlib aborts after as
+    long, and does not say for whom it waited."""
+    import jax
+
+    who = f"process {args.process_id} of {args.num_processes}"
+    waits = threading.Timer(
+        MEETING_SECONDS / 10,
+        lambda: print(f"{who} waits for the others, by {args.coordinator_address}", file=sys.stderr, flush=True),
+    )
+    waits.start()
+    try:
+        if args.process_id:
+            _reach(args)
+        jax.distributed.initialize(
+            args.coordinator_address,
+            args.num_processes,
+            args.process_id,
+            local_device_ids=None if args.local_device is None else [args.local_device],
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            cluster_detection_method="deactivate",  # its own would show a process under Slurm one GPU of its host
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise _alone(args, str(error).splitlines()[0]) from error
+    finally:
+        waits.cancel()
+
+
+def _reach(args: ClusterArgs) -> None:
+    """Waits for process 0 to listen."""
+    host, _, port = args.coordinator_address.rpartition(":")
+    until = time.monotonic() + MEETING_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError as error:  # a name that is not known yet, too
+            if time.monotonic() > until:
+                raise _alone(args, error.strerror or str(error)) from error
+        time.sleep(min(1.0, MEETING_SECONDS / 10))
+
+
+def _alone(args: ClusterArgs, why: str) -> ShardlmError:
+    return ShardlmError(
+        f"process {args.process_id} of {args.num_processes} did not meet the others by {args.coordinator_address}, "
+        f"where process 0 listens: {why}. Start all processes, each with its own number, and let that address be "
+        "reached from their hosts"
+    )
 
 
 def _leave(failures: "_Failures") -> None:

@@ -35,8 +35,9 @@ def only_trainer(run_dir: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            by = holder(run_dir) or "another process"
             raise ShardlmError(
-                f"{run_dir} is being trained by {_holder(path)}: two trainers would write each other's checkpoints. "
+                f"{run_dir} is being trained by {by}: two trainers would write each other's checkpoints. "
                 "Stop that one, or set --config.run_dir to another directory"
             ) from error
         except OSError as error:
@@ -49,9 +50,10 @@ def only_trainer(run_dir: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _holder(path: pathlib.Path) -> str:
+def holder(run_dir: pathlib.Path) -> str:
+    """Who trains, or last trained, in the directory, as its lock says; "" where it says nothing."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads((run_dir / LOCK).read_text())
         return f"process {found['pid']} on {found['host']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        return ""

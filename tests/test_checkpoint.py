@@ -329,6 +329,15 @@ def test_a_disk_that_will_not_hold_it_is_not_filled(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_that_was_removed_is_made_again(copied):
+    with Checkpoints(copied, CONFIG) as checkpoints:
+        checkpoints.restore(abstract(make_state()))
+        shutil.rmtree(copied)
+        checkpoints.save(30, make_state(), {}, {})
+    assert checkpoints.steps() == [30]
+    assert Checkpoints(copied).restore(abstract(make_state())).step == 30
+
+
 def test_an_error_that_ends_a_run_is_not_hidden_by_a_failed_save(copied):
     ends = pytest.raises(ZeroDivisionError)
     with ends as error, full_disk(1000), Checkpoints(copied, CONFIG) as checkpoints:

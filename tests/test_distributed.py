@@ -1,6 +1,7 @@
 """Joining a job: the rarer forms in which launchers describe it, and processes that really meet."""
 
 import json
+import re
 import types
 
 import hypothesis.strategies as st
@@ -8,6 +9,7 @@ import jax
 import pytest
 from hypothesis import given
 from job import SLURM, two_processes
+from ports import free_port
 
 from shardlm import distributed
 from shardlm.distributed import ClusterArgs, detect, explicit, first_host, joined
@@ -121,11 +123,25 @@ def test_gpus_are_not_narrowed_by_the_detection_of_jax(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     nobody = types.SimpleNamespace(leave=lambda: None, shut_down=lambda: None)
     monkeypatch.setattr(distributed, "_Failures", lambda *_: nobody)
-    with joined(ClusterArgs("host:1", 2, 1)), joined(ClusterArgs("host:1", 2, 1, local_device=0)):
+    with joined(ClusterArgs("host:1", 2, 0)), joined(ClusterArgs("host:1", 2, 0, local_device=0)):
         pass
-    assert [args for args, _ in calls] == [("host:1", 2, 1)] * 2
+    assert [args for args, _ in calls] == [("host:1", 2, 0)] * 2
     assert [kwargs["local_device_ids"] for _, kwargs in calls] == [None, [0]]
     assert all(kwargs["cluster_detection_method"] == "deactivate" for _, kwargs in calls)
+
+
+def test_a_process_that_meets_nobody_is_told_where_it_looked(monkeypatch, capsys):
+    def alone(*_, **__):
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Deadline Exceeded\n\nmore")
+
+    monkeypatch.setattr(jax.distributed, "initialize", alone)
+    monkeypatch.setattr(distributed, "MEETING_SECONDS", 0.2)
+    place = f"127.0.0.1:{free_port()}"
+    for process, why in ((0, "DEADLINE_EXCEEDED: Deadline Exceeded"), (1, "Connection refused")):
+        told = f"process {process} of 2 did not meet the others by {place}, where process 0 listens: {why}. Start all"
+        with pytest.raises(ShardlmError, match=re.escape(told)), joined(ClusterArgs(place, 2, process)):
+            raise AssertionError
+    assert capsys.readouterr().err == f"process 1 of 2 waits for the others, by {place}\n"
 
 
 def test_two_processes_under_slurm_meet():

@@ -1,7 +1,9 @@
 """The logs, the live line and the loss curve of a run, after restarts, kills and a full disk too."""
 
+import contextlib
 import io
 import json
+import os
 import resource
 import struct
 
@@ -33,8 +35,10 @@ def events(run_dir):
     """The TensorBoard events of every file of a run: length, checksum, protocol buffer, checksum."""
     for path in sorted((run_dir / "tensorboard").iterdir()):
         data = path.read_bytes()
-        while data:
+        while len(data) >= 16:
             (length,) = struct.unpack("Q", data[:8])
+            if len(data) < 16 + length:  # of which a full disk took the beginning
+                break
             yield Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
 
@@ -105,20 +109,63 @@ def test_a_damaged_line_is_named(tmp_path):
         MetricsLog(tmp_path, resume_step=3)
 
 
-def test_a_full_disk_is_said_and_loses_no_line(tmp_path):
+@contextlib.contextmanager
+def full_disk(limit):
     """The file size limit stands for the disk: the system takes a part of a line and refuses the rest."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = jsonl.JsonLines(tmp_path / "metrics.jsonl")
-    log.append({"step": 1})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(ShardlmError, match=r"Cannot write .*metrics\.jsonl: .* GiB free .* Free some space"):
-            log.append({"step": 2})
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path, caplog):
+    log = jsonl.JsonLines(tmp_path / "metrics.jsonl")
+    log.append({"step": 1})
+    with full_disk(20):
+        log.append({"step": 2})
+        log.append({"step": 3})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/metrics.jsonl: File too large; its lines wait for room, and the run goes on"
+    ]
+    assert jsonl.read(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    log.append({"step": 4})
     log.close()
-    jsonl.JsonLines(tmp_path / "metrics.jsonl").append({"step": 2})
-    assert jsonl.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert jsonl.read(tmp_path / "metrics.jsonl") == [{"step": step} for step in range(1, 5)]
+
+
+def test_a_disk_that_stays_full_is_said_and_loses_no_line(tmp_path, monkeypatch):
+    refused = pytest.raises(ShardlmError, match=r"Cannot write .*metrics\.jsonl: .* GiB free .* Free some space")
+    log = jsonl.JsonLines(tmp_path / "metrics.jsonl")
+    with full_disk(5), refused:
+        log.append({"step": 1})  # of the first nothing is known
+    log.append({"step": 2})
+    monkeypatch.setattr(jsonl, "WAITING", 29)
+    with full_disk(25):
+        log.append({"step": 3})
+        log.append({"step": 4})
+        with refused:
+            log.append({"step": 5})
+        with refused:
+            log.close()
+    jsonl.JsonLines(tmp_path / "metrics.jsonl").append({"step": 3})
+    assert jsonl.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_events_that_find_no_room_end_no_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("shardlm.metrics.log.FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("shardlm.metrics.log.AGAIN_SECONDS", 0.0)
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"loss": 1.0})
+        with full_disk(220):  # which the lines are far from
+            for step in range(2, 5):
+                log.write(step, {"loss": 1.0})
+        log.write(5, {"loss": 1.0})
+    [told] = [record.getMessage() for record in caplog.records if "events are missing" in record.getMessage()]
+    assert told.startswith(f"{tmp_path}/tensorboard: File too large; ")
+    assert [line["step"] for line in jsonl.read(tmp_path / "metrics.jsonl")] == [*range(1, 6)]
+    assert {1, 5} <= {event.step for event in events(tmp_path) if event.summary.value}
 
 
 def test_rates_are_means_over_the_window():
@@ -156,6 +203,20 @@ def test_on_a_terminal_one_line_stays_in_place(monkeypatch):
     shown = show(True, monkeypatch)
     assert "step 10/10" in shown and "12,346 tok/s" in shown and "validation loss 3.5" in shown
     assert shown.count("\n") == 2  # the note and the end
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["nobody reads", "full disk"])
+def test_output_that_nobody_takes_ends_no_run(full):
+    reads, writes = os.pipe()
+    if full:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), writes)
+    os.close(reads)
+    file = open(writes, "w")  # noqa: SIM115
+    line = ProgressLine(10, console=Console(file=file))
+    line.note("saved")
+    line.update(1, 2.0)
+    with pytest.raises(OSError, match=r"No space left|Broken pipe"):  # so it was not taken
+        file.close()
 
 
 def test_units():

@@ -5,10 +5,12 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 import tiny_run
 from ports import free_port
 
+from shardlm.train import faults
 from shardlm.train.faults import StopSignal
 
 # Meshes add the same float32 numbers in another order; twelve AdamW steps amplify that (measured: up to 1e-5).
@@ -97,8 +99,41 @@ def test_signals_are_kept_for_the_loop_once_there_is_something_to_save():
         assert signal.getsignal(signal.SIGTERM) == before
         stop.listen()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.agreed() and stop.name == "SIGTERM"
+        assert stop.agreed(1) and stop.name == "SIGTERM" and stop.status == 143
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
+def test_a_terminal_that_closes_stops_a_run_unless_it_is_to_outlive_it(handler):
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with StopSignal() as stop:
+            stop.listen()
+            signal.raise_signal(signal.SIGHUP)
+            told = (stop.name, stop.status)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == (("SIGHUP", 129) if handler == signal.SIG_DFL else (None, 143))
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(0.01, [1, 2, 456]), (2.0, [1, 2, 4, 6]), (40.0, [1, 2, 3, 4])])
+def test_processes_ask_each_other_by_the_clock_whether_to_stop(monkeypatch, seconds, asked):
+    """Of steps of 40 s each, ten between two looks would be longer than any scheduler waits."""
+    found, now = [], [0.0]
+
+    def gathered(own):
+        found.append(step)
+        other = own * (1, 1.1)  # a slower one
+        return np.array([own, other])
+
+    monkeypatch.setattr(faults.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(faults.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(faults.multihost_utils, "process_allgather", gathered)
+    stop = StopSignal()
+    for step in range(1, 600):
+        now[0] += seconds
+        assert not stop.agreed(step)
+    assert found[: len(asked)] == asked
 
 
 @pytest.mark.wide

@@ -110,6 +110,13 @@ def test_mlflow_and_trackio_get_the_same(run, monkeypatch):
     assert session(run, "trackio", [], resume_step=1)[0] == ("init", how | {"resume": "allow"})
 
 
+def test_mlflow_is_told_plain_paths():
+    """It refuses other names, and gets nothing further then (mlflow-skinny 3.17)."""
+    names = ["validation_loss//data/a", "validation_loss/../b:c", "validation_loss/../b*c", "v/./x", "loss"]
+    plain = ["validation_loss/data/a", "validation_loss/__/b_c", "validation_loss/__/b_c_3", "v/_/x", "loss"]
+    assert [*trackers._as_paths(dict.fromkeys(names, 1.0))] == plain
+
+
 def test_a_run_that_ends_in_an_error_has_failed(run):
     with pytest.raises(ShardlmError), MetricsLog(run, trackers=lambda: [Tracker("wandb", run, False, print)]):
         raise ShardlmError("no space")

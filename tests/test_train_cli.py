@@ -76,6 +76,13 @@ def test_another_model_in_the_run_directory_is_refused(config, finished):
     refused(done, "holds checkpoints of another run: model.mlp_dim was 64, is 96")
 
 
+def test_a_refused_start_leaves_the_run_as_it_was(config, finished):
+    """Whoever serves or scores it goes by what is written there."""
+    before = (finished / "config.json").read_bytes()
+    refused(tiny_run.train(config, "train.steps=8", "train.seq_len=16"), "position in the data does not fit this run")
+    assert (finished / "config.json").read_bytes() == before
+
+
 def test_a_run_that_another_trainer_writes_is_refused(config, tmp_path):
     with only_trainer(tmp_path / "run"):
         refused(tiny_run.train(config, f"run_dir={tmp_path / 'run'}"), "run is being trained by process")

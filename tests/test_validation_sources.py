@@ -89,3 +89,14 @@ def test_a_source_without_a_scored_token_is_told(data, monkeypatch):
     silent = dataclasses.replace(found, compiled=lambda *_: {"loss": 0.0, "tokens": 0.0})
     with pytest.raises(ShardlmError, match=r"web\.txt of data\.validation has nothing to score"):
         silent(None)
+
+
+def test_it_is_told_before_a_run_has_done_a_step(data, monkeypatch):
+    """As of long prompts that are cut into rows, of which few hold an answer."""
+    read = evaluate.validation_batches
+    evaluator(data, monkeypatch).check()
+    masked = lambda *what, **how: ({**batch, "loss_mask": batch["loss_mask"] * 0} for batch in read(*what, **how))  # noqa: E731
+    monkeypatch.setattr(evaluate, "validation_batches", masked)
+    told = r"web\.txt of data\.validation has nothing to score, no token to learn in the train.eval_batches=2 that are"
+    with pytest.raises(ShardlmError, match=told):
+        evaluator(data, monkeypatch, eval_batches=2).check()

@@ -2,6 +2,7 @@
 tolerated by readers and cut off by the next writer. What the objects mean is for `log` and `goodput`.
 """
 
+import logging
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,10 @@ import msgspec
 
 from shardlm.errors import ShardlmError
 from shardlm.files import cannot_write, write_atomically
+
+log = logging.getLogger(__name__)
+
+WAITING = 1 << 20  # bytes of lines that may wait for room on the disk
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -46,24 +51,41 @@ class JsonLines:
         if not path.exists() or kept != path.read_bytes():
             write_atomically(path, kept)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._wrote = False
+        self._waiting = b""  # of lines that the disk would not take
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Adds one line and hands it to the operating system, so that it outlives a killed process.
+        """Adds one line and hands it to the operating system, so that it outlives a killed process. Where the disk
+        takes none, as it did before, the line waits for the next one, with a warning: a full disk may have room again,
+        and a run that ends loses its steps since the last checkpoint.
 
         Numbers that are not finite become null, which is what JSON has for them.
 
         Raises:
-            ShardlmError: the disk is full.
+            ShardlmError: not one line can be written, or more than WAITING bytes wait.
         """
+        begun = bool(self._waiting)
+        self._waiting += msgspec.json.encode(entry) + b"\n"
         try:
-            self._write(msgspec.json.encode(entry) + b"\n")
+            self._write()
         except OSError as error:
-            raise cannot_write(self.path, error) from error
+            if not self._wrote or len(self._waiting) > WAITING:
+                raise cannot_write(self.path, error) from error
+            if not begun:
+                log.warning("%s: %s; its lines wait for room, and the run goes on", self.path, error.strerror or error)
 
-    def _write(self, line: bytes) -> None:
-        written = self._file.write(line)
-        if written < len(line):  # a full disk may take a part and refuse only the rest
-            self._file.write(line[written:])
+    def _write(self) -> None:
+        while self._waiting:  # a full disk may take a part and refuse only the rest
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        self._wrote = True
 
     def close(self) -> None:
-        self._file.close()
+        """Raises:
+        ShardlmError: lines wait, and still cannot be written.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        finally:
+            self._file.close()

@@ -3,6 +3,8 @@ numbers as TensorBoard events under RUN/tensorboard. Which metrics there are, an
 training loop.
 """
 
+import contextlib
+import logging
 import os
 import pathlib
 import time
@@ -17,10 +19,13 @@ from shardlm.files import cannot_write
 from shardlm.metrics.jsonl import JsonLines
 from shardlm.metrics.trackers import Tracker, end_all
 
+log = logging.getLogger(__name__)
+
 TRAIN_LOSS, VALIDATION_LOSS = "loss", "validation_loss"  # the two names that other modules look for
 BY_SOURCE = f"{VALIDATION_LOSS}/"  # and the source's name: of one of several
 FILE_NAME = "metrics.jsonl"
 FLUSH_SECONDS = 10.0
+AGAIN_SECONDS = 60.0  # until a disk that took no events is tried again
 
 
 class MetricsLog:
@@ -56,7 +61,7 @@ class MetricsLog:
         goes to the JSONL as lists and to TensorBoard not at all.
 
         Raises:
-            ShardlmError: the disk is full.
+            ShardlmError: the disk is full, and has been for long (jsonl.py).
         """
         if not self._enabled:
             return
@@ -73,8 +78,8 @@ class MetricsLog:
             try:
                 end_all(self._trackers, failed)
             finally:  # also where nobody waits for a tracker any more (Ctrl-C)
-                self._lines.close()
                 self._events.close()
+                self._lines.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -84,36 +89,54 @@ class MetricsLog:
 
 
 class _Events:
-    """One TensorBoard event file, written in the calling thread: tensorboardX's SummaryWriter leaves it to a
-    thread that dies on a full disk, after which a later event waits for ever."""
+    """TensorBoard event files, written in the calling thread: tensorboardX's SummaryWriter leaves them to a thread that
+    dies on a full disk, after which a later event waits for ever. Where the disk takes none any more, what comes until
+    it does is left out, with a warning: the other form is the record. Then a new file begins, since the old one may end
+    within an event."""
 
     def __init__(self, directory: pathlib.Path, resume_step: int):
-        self._directory, self._flushed = directory, time.monotonic()
+        self._directory, self._writer, self._told = directory, None, False
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            # The suffix keeps two starts within one second apart.
-            self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.{time.monotonic_ns()}")
+            # A START event tells TensorBoard to forget what earlier files hold from this step on.
+            first = resume_step + 1 if resume_step else 0
+            start = Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START))
+            self._write(start)
         except OSError as error:
             raise cannot_write(directory, error) from error
-        # A START event tells TensorBoard to forget what earlier files hold from this step on.
-        first = resume_step + 1 if resume_step else 0
-        self._add(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._add(Event(wall_time=now, step=step, summary=summary))
-
-    def _add(self, event: Event) -> None:
+        if self._writer is None and time.monotonic() - self._flushed < AGAIN_SECONDS:
+            return
         try:
-            self._writer.write_event(event)
+            self._write(Event(wall_time=now, step=step, summary=summary))
             if time.monotonic() - self._flushed > FLUSH_SECONDS:
                 self._writer.flush()
                 self._flushed = time.monotonic()
         except OSError as error:
-            raise cannot_write(self._directory, error) from error
+            self._lose(error)
+
+    def _write(self, event: Event) -> None:
+        if self._writer is None:
+            # The suffix keeps two starts within one second apart.
+            self._writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{time.monotonic_ns()}")
+            self._flushed = time.monotonic()
+        self._writer.write_event(event)
+
+    def _lose(self, error: OSError) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+        self._writer, self._flushed = None, time.monotonic()
+        if not self._told:
+            self._told = True
+            why = error.strerror or error
+            log.warning("%s: %s; some events are missing there, and %s has all", self._directory, why, FILE_NAME)
 
     def close(self) -> None:
         try:
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
         except OSError as error:
-            raise cannot_write(self._directory, error) from error
+            self._lose(error)

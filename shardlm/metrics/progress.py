@@ -3,6 +3,7 @@ training loop; what a FLOP is, from `shardlm.flops`.
 """
 
 import collections
+import contextlib
 import dataclasses
 import time
 
@@ -76,11 +77,17 @@ class ProgressLine:
             self._bar.update(self._task, completed=step, rest=rest)
         elif self._enabled and (now - self._printed > PLAIN_SECONDS or step == self._total):
             self._printed = now
-            self._console.print(f"step {step}/{self._total}  {rest}", highlight=False, markup=False, soft_wrap=True)
+            self._print(f"step {step}/{self._total}  {rest}")
 
     def note(self, text: str) -> None:
         """Prints `text` as lines of its own, above the live line."""
         if self._enabled:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        """Costs the run nothing where nobody takes it: Ctrl-C ends the tee of `launch.train | tee FILE` too, whereupon
+        rich ends this process, before it has saved; and a file that the output goes to may be on a full disk."""
+        with contextlib.suppress(OSError, SystemExit):
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _left(self, step: int, now: float) -> list[str]:
@@ -94,7 +101,8 @@ class ProgressLine:
         return self
 
     def __exit__(self, *_) -> None:
-        self._bar.stop()
+        with contextlib.suppress(OSError, SystemExit):
+            self._bar.stop()
 
 
 def describe(loss: float, rates: Rates | None) -> list[str]:

@@ -115,9 +115,21 @@ def _mlflow(mlflow: Any, project: str, where: pathlib.Path, before: str | None, 
     mlflow.log_dict(config, CONFIG)
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
-        mlflow.log_metrics({re.sub(r"[^\w./ -]", "_", name): value for name, value in metrics.items()}, step=step)
+        mlflow.log_metrics(_as_paths(metrics), step=step)
 
     return run.info.run_id, log, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _as_paths(metrics: Mapping[str, float]) -> dict[str, float]:
+    """By names that MLflow takes: plain paths of letters, digits and few signs. Those that would be the same have the
+    number of their place behind them."""
+    found: dict[str, float] = {}
+    for place, (name, value) in enumerate(metrics.items(), 1):
+        parts = [re.sub(r"[^\w. -]", "_", part) for part in name.split("/")]
+        # Sources are called by paths, in which /data and ../data may be.
+        path = "/".join(part if part.strip(".") else "_" * len(part) for part in parts if part)
+        found[path if path not in found else f"{path}_{place}"] = value
+    return found
 
 
 def _trackio(trackio: Any, project: str, where: pathlib.Path, before: str | None, config: dict[str, Any]) -> _Session:

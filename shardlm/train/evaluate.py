@@ -41,8 +41,7 @@ class Evaluator:
         for name, shards in self._sources().items():
             own = self._sums(params, frozen, shards)
             if not own.get(counted):
-                what = f"{name} of data.validation" if name else "data.validation"
-                raise ShardlmError(f"{what} has nothing to score, no {counted.removesuffix('s')}: give it more text")
+                raise self._nothing(name)
             part = self._part_read(shards)
             sums.update({metric: value / part for metric, value in own.items()})
             if len(self._sources()) > 1:
@@ -52,6 +51,20 @@ class Evaluator:
         if counted == "tokens":
             means |= text_measures(means[VALIDATION_LOSS], self.data)
         return means | values
+
+    def check(self) -> None:
+        """Raises ShardlmError where there is nothing to score, by the rows alone, so that a run ends of it before its
+        first step and not at its first evaluation."""
+        for name, shards in self._sources().items():
+            if not any(batch["loss_mask"].any() for batch in self._rows(shards)):
+                raise self._nothing(name)
+
+    def _nothing(self, name: str) -> ShardlmError:
+        what = f"{name} of data.validation" if name else "data.validation"
+        one, few = self.program.objective.counted.removesuffix("s"), self.program.config.train.eval_batches
+        read = f" in the train.eval_batches={few} that are read of it" if few else ""
+        more = ", or read more of it" if few else ""
+        return ShardlmError(f"{what} has nothing to score, no {one} to learn{read}: give it more text{more}")
 
     def _sources(self) -> Mapping[str, TokenShards]:
         return self.data.validation_sources or {"": self.data.validation}

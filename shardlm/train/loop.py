@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from shardlm import hardware
 from shardlm.checkpoint import Checkpoints
+from shardlm.checkpoint_messages import SaveFailed
 from shardlm.flops import forward_flops, training_flops
 from shardlm.metrics.goodput import Goodput
 from shardlm.metrics.log import MetricsLog
@@ -22,13 +23,14 @@ from shardlm.run_files import CHECKPOINTS
 from shardlm.run_lock import only_trainer
 from shardlm.state import TrainState
 from shardlm.train import report
+from shardlm.train.alike import check_configs
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig
 from shardlm.train.diloco import readings
 from shardlm.train.faults import StopSignal, check_finite
 from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
-from shardlm.train.resume import claim, resume
+from shardlm.train.resume import claim, keep, resume
 from shardlm.train.strategy import Step
 from shardlm.train.stuck import Patience
 from shardlm.train.task import Source, Task, Texts
@@ -50,6 +52,7 @@ def train(
     """
     if profile:
         profile.check(config.train.steps)
+    check_configs(config)
     if jax.process_index() == 0:
         check_trackers(config.trackers)
     if isinstance(config.model, Pretrained):
@@ -61,7 +64,7 @@ def train(
     check_vocabulary(program.model.config, task.tokenizer.vocab_size, getattr(config.model, "folder", ""))
     source = task.source()
     with only_trainer(run_dir) if jax.process_index() == 0 else contextlib.nullcontext():
-        changes = claim(run_dir, config, task.tokenizer, task.tokenizer_path)
+        changes = claim(run_dir, config, task.tokenizer)
         with (
             jax.set_mesh(program.mesh),
             Checkpoints(run_dir / CHECKPOINTS, config.checkpoint) as checkpoints,
@@ -73,7 +76,7 @@ def train(
             state = run.until_done_or_stopped(stop)
             if stop.name or run.step < config.train.steps:
                 run.say(report.stopped(stop.name, run.step, checkpoints.directory, command))
-                return 130 if stop.name == "SIGINT" else 143
+                return stop.status
             report.finished(run, state, command)
     return 0
 
@@ -96,6 +99,8 @@ class Run:
     state: TrainState | None
     step: int
     validation: dict[str, float] = dataclasses.field(default_factory=dict)
+    missed: bool = False  # whether the last checkpoint that is known of could not be written
+    saving: bool = False  # whether another one has begun
 
     @classmethod
     def start(
@@ -111,14 +116,17 @@ class Run:
         config, first = program.config, jax.process_index() == 0
         run_dir = pathlib.Path(config.run_dir)
         state, step, origin = resume(program, checkpoints, source)
-        if profile:
-            profile.check(config.train.steps, done=step)
+        if first:
+            keep(run_dir, config, task.tokenizer_path)
+        passed = profile.passed(step) if profile else ""
         patience = config.train.stuck_seconds
         with contextlib.ExitStack() as undone:  # where what follows fails
             watch = Patience(patience) if patience else None
             goodput = undone.enter_context(Goodput(run_dir, step, started, first, watch))
             progress = ProgressLine(config.train.steps, step, enabled=first)
             progress.note(origin)
+            if passed:
+                progress.note(passed)
             with goodput.measure("compile"):
                 xla = program.xla_options()
                 if xla.left_out:
@@ -133,7 +141,8 @@ class Run:
             log = MetricsLog(
                 run_dir, step, first, lambda: [Tracker(n, run_dir, step > 0, progress.note) for n in names]
             )
-            profiler = Profiler(profile, program, lambda: {name: compiled[name].as_text() for name in compiled})
+            texts = lambda: {name: compiled[name].as_text() for name in compiled}  # noqa: E731
+            profiler = Profiler(None if passed else profile, program, texts)
             parts = (program, task, source, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
             undone.pop_all()
         return cls(*parts, state, step)
@@ -166,13 +175,14 @@ class Run:
         for step in range(self.step + 1, train.steps + 1):
             with self.goodput.measure(self.source.waits_for):
                 batch, beside = self.source.next(self.state)
+                beside = beside | {"epoch": self.source.epoch}  # now: when it is logged another batch is taken
             with self.goodput.measure("step"):
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     self.state, metrics = self.train_step(step, self.state, batch)
                 if in_flight:
                     clock = self.report(*in_flight, clock)
                 in_flight = (step, metrics | beside)
-                last = step == train.steps or (step % self._agree_every() == 0 and stop.agreed())
+                last = step == train.steps or stop.agreed(step)
                 evaluates = step % train.eval_every == 0 or step == train.steps
                 waits = self.checkpoints.due(step) or self.profiler.is_edge(step) or self.source.follows
                 if last or evaluates or waits:
@@ -181,10 +191,7 @@ class Run:
             if evaluates:
                 self.validation = self.evaluate(self.state)
             if last or self.checkpoints.due(step):
-                with self.goodput.measure("checkpoint"):
-                    metrics = self.validation if evaluates else {}
-                    saved = dataclasses.replace(self.state, frozen=None)
-                    self.checkpoints.save(step, saved, self.source.get_state(), metrics)
+                self.save(step, self.validation if evaluates else {}, last)
             if last:
                 break
             if in_flight is None:
@@ -193,6 +200,32 @@ class Run:
             self.checkpoints.wait()
         self.goodput.stop()
         return self.state
+
+    def save(self, step: int, metrics: dict[str, float], last: bool) -> None:
+        """Begins to save. One that fails costs no step: the run goes on, with a warning, and ends with the second in a
+        row or with its `last`. In a job of several processes, of which one alone may know, it ends with the first.
+
+        Raises ShardlmError where the run ends."""
+        with self.goodput.measure("checkpoint"):
+            with self._may_miss(ends=self.missed and not last):
+                self.checkpoints.wait()
+                self.missed = self.missed and not self.saving
+            self.saving = False
+            with self._may_miss(ends=self.missed or last):
+                saved = dataclasses.replace(self.state, frozen=None)
+                self.checkpoints.save(step, saved, self.source.get_state(), metrics)
+                self.saving = True
+
+    @contextlib.contextmanager
+    def _may_miss(self, ends: bool) -> Iterator[None]:
+        try:
+            yield
+        except SaveFailed as error:
+            if ends or jax.process_count() > 1:
+                raise
+            self.missed = True
+            again = self.program.config.checkpoint.every_steps
+            self.say(f"warning: {error.what} The run goes on, and saves again within {again} steps: free some space")
 
     def report(self, step: int, metrics: dict[str, Any], clock: float) -> float:
         """Waits for a step, checks and logs it; returns the time it was seen done.
@@ -218,7 +251,7 @@ class Run:
         self.goodput.step_done(step)
         self.progress.update(step, values["loss"], rates)
         if step % train.log_every == 0 or step == train.steps or bad:
-            self.log.write(step, values | _rates(rates) | {"epoch": self.source.epoch})
+            self.log.write(step, values | _rates(rates))
         return now
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -251,10 +284,6 @@ class Run:
         if latest is None:
             return "There is no checkpoint yet."
         return f"The last good checkpoint is {self.checkpoints.directory / str(latest)}."
-
-    def _agree_every(self) -> int:
-        """Steps between the moments when processes agree on stopping; alone, a process knows at every step."""
-        return 1 if jax.process_count() == 1 else self.program.config.train.log_every
 
 
 def _rates(rates: Rates) -> dict[str, float]:

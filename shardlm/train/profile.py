@@ -40,19 +40,23 @@ class ProfileSteps:
             )
         return cls(int(match[1]), int(match[2]) - 1)
 
-    def check(self, steps: int, done: int = 0) -> None:
-        """Raises ShardlmError for what lies outside of the steps that a run of `steps` has left after `done`."""
+    def check(self, steps: int) -> None:
+        """Raises ShardlmError for what lies behind the end of a run of `steps`."""
         if self.last > steps:
             raise ShardlmError(
                 f"--profile_steps={self} ends after the run: train.steps={steps}; profile earlier steps or set "
                 f"--config.train.steps to at least {self.last}"
             )
-        if self.first <= done:
-            raise ShardlmError(
-                f"--profile_steps={self} begins before the run: it resumes after step {done}; "
-                f"profile steps from {done + 1} on"
-                + ("" if done < steps else f", with --config.train.steps above the {steps} that are done")
-            )
+
+    def passed(self, done: int) -> str:
+        """What to say where a run that resumes after `done` steps has begun these, so that they are not profiled; ""
+        where all are to come. No error: a scheduler starts a run again by the command that began it."""
+        if self.first > done:
+            return ""
+        return (
+            f"warning: --profile_steps={self} begins before the run, which resumes after step {done}: nothing is "
+            f"profiled; to profile steps, name some from {done + 1} on"
+        )
 
     def __str__(self) -> str:
         return f"{self.first}:{self.last + 1}"

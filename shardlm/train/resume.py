@@ -6,18 +6,19 @@ import os
 import pathlib
 from typing import Any
 
-import jax
-
 from shardlm.checkpoint import Checkpoints
 from shardlm.config import ABSENT, difference, from_json, to_json
 from shardlm.data.chats import template_of
 from shardlm.errors import ShardlmError
 from shardlm.hf_files import behind_it
 from shardlm.models.pretrained import Pretrained
-from shardlm.run_files import CONFIG, find_run, save_run_files
+from shardlm.run_files import CHECKPOINTS, CONFIG, find_run, save_run_files
+from shardlm.run_lock import LOCK, holder
 from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
+from shardlm.train.alike import check_same
 from shardlm.train.config import RunConfig
+from shardlm.train.frozen import check_frozen, keep_frozen
 from shardlm.train.program import Program
 from shardlm.train.task import Source
 
@@ -35,29 +36,40 @@ FIXED = (
 SHOWN = 4  # options of a config.json that a message names
 
 
-def claim(run_dir: pathlib.Path, config: RunConfig, tokenizer: Tokenizer, tokenizer_path: pathlib.Path) -> list[str]:
-    """Writes configuration and tokenizer into the run directory; returns what changed since its last start.
+def claim(run_dir: pathlib.Path, config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """What has changed since the last start in the run directory, in which nothing is written.
 
-    Raises ShardlmError when the directory holds checkpoints of another model or tokenizer.
+    Raises ShardlmError when the directory holds checkpoints of another model or tokenizer, or stands on other weights
+    (frozen.py), and where it is another one for some process of the job.
     """
-    changes: list[str] = []
-    if (run_dir / CONFIG).is_file() and Checkpoints(run_dir / "checkpoints").latest() is not None:
-        before = find_run(run_dir)
-        changed = difference(from_json(RunConfig, before.config_json), config)
-        fixed = [said for path, old, new in changed if path.startswith(FIXED) for said in another(path, old, new)]
-        if before.tokenizer_path and Tokenizer.load(before.tokenizer_path).fingerprint != tokenizer.fingerprint:
-            fixed.append("the tokenizer is another one")
-        if fixed:
-            raise ShardlmError(
-                f"{run_dir} holds checkpoints of another run: {'; '.join(fixed)}. "
-                "Set --config.run_dir to a new directory, or restore those settings to resume"
-            )
-        changes = [f"{path}: {old!r} -> {new!r}" for path, old, new in changed]
-    if jax.process_index() == 0:
-        save_run_files(run_dir, to_json(config), tokenizer_path)
-        if config.data.chat_template:
-            template_of(config.data.chat_template).save(run_dir)
-    return changes
+    latest = Checkpoints(run_dir / CHECKPOINTS).latest()
+    remedy = "give all of them one run_dir, in a file system that their hosts share"
+    check_same({"the latest checkpoint in run_dir": latest}, remedy)
+    # Of a new run there is nothing else yet. It would stand still at its first checkpoint.
+    check_same({f"who holds run_dir/{LOCK}": holder(run_dir)}, remedy)
+    check_frozen(run_dir, config, resumes=latest is not None)
+    if latest is None or not (run_dir / CONFIG).is_file():
+        return []
+    before = find_run(run_dir)
+    changed = difference(from_json(RunConfig, before.config_json), config)
+    fixed = [said for path, old, new in changed if path.startswith(FIXED) for said in another(path, old, new)]
+    if before.tokenizer_path and Tokenizer.load(before.tokenizer_path).fingerprint != tokenizer.fingerprint:
+        fixed.append("the tokenizer is another one")
+    if fixed:
+        raise ShardlmError(
+            f"{run_dir} holds checkpoints of another run: {'; '.join(fixed)}. "
+            "Set --config.run_dir to a new directory, or restore those settings to resume"
+        )
+    return [f"{path}: {old!r} -> {new!r}" for path, old, new in changed]
+
+
+def keep(run_dir: pathlib.Path, config: RunConfig, tokenizer_path: pathlib.Path) -> None:
+    """Writes configuration, tokenizer and chat template into the run directory, once its checkpoint and position in the
+    data fit them: those who use the run go by what is there, also after a start that was refused."""
+    save_run_files(run_dir, to_json(config), tokenizer_path)
+    keep_frozen(run_dir, config)
+    if config.data.chat_template:
+        template_of(config.data.chat_template).save(run_dir)
 
 
 def another(path: str, old: Any, new: Any) -> list[str]:

@@ -13,6 +13,7 @@ from shardlm.errors import ShardlmError
 from shardlm.state import TrainState
 from shardlm.tokenizer import Tokenizer
 from shardlm.train import report
+from shardlm.train.alike import check_same
 from shardlm.train.batches import local_rows
 from shardlm.train.distill import check_tokenizers
 from shardlm.train.evaluate import Evaluator
@@ -80,6 +81,11 @@ class Texts:
         sight = sight_of_chats(program.config)
         with report.Preparing(enabled=jax.process_index() == 0) as progress:
             data = prepare(program.config.data, progress, sight)
+        found = {"data.train": data.train, "data.validation": data.validation}
+        check_same(
+            {f"the fingerprint of {name}": shards.fingerprint for name, shards in found.items()},
+            "give all hosts the same files",
+        )
         check_tokenizers(program.config, data.tokenizer)
         program, eyes = with_eyes(program, data, sight)
         return cls(program, data, eyes)
@@ -96,11 +102,14 @@ class Texts:
         return Rows.make(self.program, self.data, self.eyes)
 
     def evaluator(self, options: dict[str, Any]) -> Evaluator:
-        """Raises ShardlmError for images to validate by that no row holds, before there is a step."""
+        """Raises ShardlmError for images to validate by that no row holds, and for nothing to validate by, before there
+        is a step."""
         if self.data.validation.image_token is not None:
             train = self.program.config.train
             make_rows(self.data.validation, train.seq_len, self.program.config.data.packing)
-        return Evaluator(self.program, self.data, self.program.lower_eval().compile(options), self.eyes)
+        evaluator = Evaluator(self.program, self.data, self.program.lower_eval().compile(options), self.eyes)
+        evaluator.check()
+        return evaluator
 
     def described(self, source: "Rows") -> list[str]:
         return report.of_texts(self.program, self.data, source.loader)
