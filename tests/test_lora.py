@@ -73,7 +73,8 @@ def trained(config: RunConfig, adapters=None):
 @pytest.mark.parametrize(
     ("family", "base", "meshes"),
     [
-        ("llama", "int4", [MeshSpec(fsdp=4, tensor=2), MeshSpec(data=2, context=2, tensor=2)]),
+        ("llama", "int4", [MeshSpec(fsdp=4, tensor=2)]),
+        pytest.param("llama", "int4", [MeshSpec(data=2, context=2, tensor=2)], marks=pytest.mark.wide),
         pytest.param("deepseek_v2", "int8", [MeshSpec(fsdp=2, expert=2, tensor=2)], marks=pytest.mark.wide),
     ],
 )

@@ -73,7 +73,7 @@ def even(preset: str = "hybrid"):
         pytest.param(ALL, (3, 1), "zero1", marks=pytest.mark.wide),
         (MeshSpec(data=4, fsdp=2), (1, 2, 1, 4), "replicated"),
         pytest.param(MeshSpec(data=8), (1, 1, 1, 5, 2, 2, 1, 3), "hybrid", marks=pytest.mark.wide),
-        (MeshSpec(data=2, tensor=2), (2, 2), "hybrid"),
+        pytest.param(MeshSpec(data=2, tensor=2), (2, 2), "hybrid", marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -115,7 +115,7 @@ def test_rows_reach_their_slots_and_the_rest_is_zero():
         assert (found[place] == (0 if row == PADDING else rows[row])).all()
 
 
-@pytest.mark.parametrize("compression", ["int8", "powersgd"])
+@pytest.mark.parametrize("compression", ["int8", pytest.param("powersgd", marks=pytest.mark.wide)])
 def test_what_is_not_yet_sent_survives_a_checkpoint(compression, tmp_path):
     program = make(changed(compression=compression))
     step = program.compile_step({})

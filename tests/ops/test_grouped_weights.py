@@ -130,12 +130,19 @@ def test_what_has_no_pairs_is_refused():
 
 # Rows, numbers summed over, columns: one part and many, groups of 64, 50 and 48, columns that fill no block, rows of
 # more than one block.
+# Of files' own kinds "parts", whose first row is multiplied alone too, and the others in the wide tests.
 PRODUCTS = {"one row": (1, 1024, 96), "odd": (5, 100, 7), "parts": (17, 768, 200), "blocks of rows": (130, 48, 64)}
 
 
-@pytest.mark.parametrize("how", FORMS)
-@pytest.mark.parametrize("shape", ["one row", "odd", "parts", pytest.param("blocks of rows", marks=pytest.mark.wide)])
-def test_the_kernel_multiplies_as_the_reference_does(how, shape):
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        pytest.param(shape, how, marks=[pytest.mark.wide] * (how not in most))
+        for shape, most in zip(PRODUCTS, (OWN, OWN, FORMS, ()), strict=True)
+        for how in FORMS
+    ],
+)
+def test_the_kernel_multiplies_as_the_reference_does(shape, how):
     M, K, F = PRODUCTS[shape]
     K = 96 if FORMS[how].published and K == 100 else K  # no part of a group of 128
     rng = np.random.default_rng(0)
@@ -251,7 +258,14 @@ class _Projections(nnx.Module):
         params.projection(self, "down", (512, 64), ("mlp", "embed"), normal(1.0))
 
 
-@pytest.mark.parametrize("how", FORMS)
+# Of those alike in how zeros and scales lie one each.
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=[pytest.mark.wide] * (how in ("int8", "GPTQ, 8 bits", "GPTQ, groups of 32", "Q6_K")))
+        for how in FORMS
+    ],
+)
 def test_on_a_mesh_each_device_multiplies_its_part(how, monkeypatch):
     monkeypatch.setattr(param, "product", functools.partial(pallas, interpret=True))
     spec = MeshSpec(expert=2, tensor=2)

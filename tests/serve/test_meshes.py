@@ -46,7 +46,7 @@ SHAPES = {
 CASES = [
     ("dense", {"data": 2, "tensor": 2}),
     ("dense", {"pipeline": 2, "tensor": 2}),
-    ("dense", {"data": 2, "pipeline": 2}),
+    pytest.param("dense", {"data": 2, "pipeline": 2}, marks=pytest.mark.wide),
     pytest.param("latent", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.wide),
     ("experts", {"expert": 4, "tensor": 2}),  # 2 kv heads: attention is split over tensor alone
     ("latent", {"pipeline": 2}),
@@ -124,7 +124,7 @@ def test_every_mesh_says_what_one_device_says(name, sizes):
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.kv_usage == 0
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.wide)])
 def test_drafts_go_through_stages(method):
     """Proposed in the last stage and verified through all, by groups in turn: the same tokens, and drafts that stay.
     The draft model is the model itself, so that nearly all of its drafts do."""

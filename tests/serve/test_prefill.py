@@ -85,6 +85,7 @@ def test_chunks_attend_to_what_is_at_hand(monkeypatch, spec, window, drafts, in_
     assert_same(monkeypatch, whole, engine_of(spec, window, speculative=drafts))
 
 
+@pytest.mark.wide  # parts by ops/test_chunk_attention.py, stages by test_meshes.py
 def test_chunks_attend_in_parts_over_stages(monkeypatch):
     monkeypatch.setattr(runner_config, "WHOLE_LEAST", 1)
     monkeypatch.setattr(chunk_attention, "BLOCK_KEYS", 8)

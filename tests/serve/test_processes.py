@@ -15,6 +15,9 @@ from ports import free_port
 
 import shardlm
 
+# What one process runs the others do (test_followers.py), processes meet (test_distributed.py), meshes say what one
+# device says (test_meshes.py): together here, for 23 s of a core.
+pytestmark = pytest.mark.wide
 SHAPE = dataclasses.replace(CONFIG, num_layers=2)
 WORKER = pathlib.Path(__file__).parent / "one_of_two.py"
 

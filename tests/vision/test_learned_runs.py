@@ -89,6 +89,7 @@ def losses(run: pathlib.Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.wide  # of runs by test_resume.py, of the step with an encoder by test_learned_encoder.py
 def test_a_run_goes_on_bit_for_bit(first, tmp_path):
     assert gone_on(first[0], tmp_path / "again") == 0
     other = dataclasses.replace(first[0].train, encoder="projector")
