@@ -19,6 +19,7 @@ from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.eagle import Streams
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.serving.answer import RankedServing, ServingAnswer, answer_serving
+from shardlm.plan.serving.attainment import search_attained
 from shardlm.plan.serving.case import ServedModel
 from shardlm.plan.serving.load import Replica
 from shardlm.plan.serving.memory import serving_memory
@@ -256,3 +257,18 @@ def test_pages_that_limit_a_plan_are_split_where_nobody_says():
     assert "expert=8, pages over 8" in said and "--decode_context_parallel_size=8" in said
     [llama] = search(dataclasses.replace(on("h100", 8, LLAMA_70B), splits=True), {"tensor": 8}).plans
     assert llama.case.engine.decode_context_parallel_size == 1  # each device has a kv head of its own
+
+
+def test_split_pages_are_planned_where_latencies_are_asked_for_and_told_as_what_fits():
+    """An attainment has the plan it was found for; and 8 GPUs that hold a request in split pages alone are enough."""
+    config = dataclasses.replace(DeepseekConfig(), num_layers=45)
+    options = {"lengths": (2048, 1024), "quantization": "fp8", "block_size": 16, "max_num_seqs": 1024}
+    case = dataclasses.replace(on("h100", 8, config, **options), splits=True)
+    asked = dataclasses.replace(case, ttft_seconds=60.0, attainment=0.5)
+    [plan] = search_attained(asked, {"expert": 8}, lambda what: None).plans
+    assert plan.case == dataclasses.replace(asked, engine=plan.case.engine)
+    assert plan.case.engine.decode_context_parallel_size == 8 and plan.case.engine.mesh.expert == 8
+    model = dataclasses.replace(case.model, longest=2**21)
+    alone = serving_memory(case.on(mesh=MeshSpec(expert=8))).tokens_held
+    long = dataclasses.replace(case, model=model).on(mesh=MeshSpec(expert=8), max_model_len=2 * alone)
+    assert fits(long) and not fits(dataclasses.replace(long, splits=False))

@@ -45,7 +45,7 @@ def search_attained(case: ServingCase, fixed: Mapping[str, int], say: Say) -> Fo
             )
             continue
         say(f"requests at random on {plan.mesh} ...")
-        trials = Trials(plan, case.on(mesh=plan.case.engine.mesh))
+        trials = Trials(plan, dataclasses.replace(case, engine=plan.case.engine))  # its pages may be split
         rate = trials.highest()
         if not rate:
             refused.append((plan.mesh, trials.too_slow()))

@@ -153,7 +153,7 @@ def best_on(case: ServingCase) -> ServingPlan:
             return plan
     except ShardlmError:
         split = _split_as_far(case)
-        if not case.splits or split is None:
+        if split is None:
             raise
         return ServingPlan.of(split)
     split = _split_as_far(case)
@@ -163,13 +163,14 @@ def best_on(case: ServingCase) -> ServingPlan:
 
 
 def _split_as_far(case: ServingCase) -> ServingCase | None:
-    """With pages split over all devices that have copies of them; None where none has, or they cannot be."""
+    """With pages split over all devices that have copies of them, where nobody says how they are; None where none has,
+    or they cannot be."""
     shape, engine = case.model.shape, case.engine
-    rules = serving_rules(shape, of_stage(engine.mesh), case.weights)
-    ways = rules.mesh.size(*rules.act.axes("heads"))
     with contextlib.suppress(ShardlmError):
+        rules = serving_rules(shape, of_stage(engine.mesh), case.weights)
+        ways = rules.mesh.size(*rules.act.axes("heads"))
         split_pages(rules, shape, ways, engine.block_size)
-        return case.on(decode_context_parallel_size=ways) if ways > 1 else None
+        return case.on(decode_context_parallel_size=ways) if case.splits and ways > 1 else None
     return None
 
 
@@ -245,9 +246,11 @@ def _seconds(why: str) -> float:
 
 
 def fits(case: ServingCase) -> bool:
-    """Whether the engine takes the case's mesh and holds a request of max_model_len."""
-    try:
-        serving_memory(case)
-    except ShardlmError:
-        return False
-    return True
+    """Whether the engine takes the case's mesh and holds a request of max_model_len; where nobody says how pages are
+    split, in split ones too."""
+    split = _split_as_far(case)
+    for one in (case, split) if split else (case,):
+        with contextlib.suppress(ShardlmError):
+            serving_memory(one)
+            return True
+    return False
