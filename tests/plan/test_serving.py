@@ -259,6 +259,7 @@ def test_pages_that_limit_a_plan_are_split_where_nobody_says():
     assert llama.case.engine.decode_context_parallel_size == 1  # each device has a kv head of its own
 
 
+@pytest.mark.wide  # 11 s of a core
 def test_split_pages_are_planned_where_latencies_are_asked_for_and_told_as_what_fits():
     """An attainment has the plan it was found for; and 8 GPUs that hold a request in split pages alone are enough."""
     config = dataclasses.replace(DeepseekConfig(), num_layers=45)
