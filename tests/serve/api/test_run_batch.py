@@ -25,6 +25,7 @@ from shardlm.serve.outputs import EngineError
 
 HERE = pathlib.Path(__file__).parent
 LAUNCHER = """
+import signal
 import sys
 from fake_llm import FakeLLM
 from launch import model_flags, run_batch
@@ -34,6 +35,7 @@ def opened(processes, paced):
     assert processes == 1 and not paced and "jax" not in sys.modules
     return FakeLLM(**{options}), {{}}
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 model_flags.opened = opened
 run(run_batch.main, needs_config=False, processes=True, other_names=run_batch.OF_VLLM)
 """
