@@ -25,8 +25,8 @@ from shardlm.ops.kv_format import SCALE
 from shardlm.ops.paged_attention import PagedAttention
 from shardlm.ops.sinks import with_sinks
 
-# Of a row: a decode step, or one that verifies drafts. DeepSeek V3's queries and results of a token are 295 kB in all
-# heads, the latent of a position 1.2 kB: from 8 tokens on, texts of less than 2,000 positions are less.
+# Of a row: a decode step, or one that verifies drafts. DeepSeek V3's queries and results of a token are 279 kB in all
+# heads, the latent of a position 1.2 kB (counted): from 8 tokens on, texts of less than 2,000 positions are less.
 FEW_TOKENS = 8
 
 

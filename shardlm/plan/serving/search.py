@@ -103,9 +103,15 @@ def _steps(case: ServingCase, memory: ServingMemory) -> tuple[DecodeStep, ...]:
 
 def mesh_text(engine: EngineConfig) -> str:
     """Of one replica, axes of size 1 left out."""
-    mesh, ways = engine.mesh, engine.decode_context_parallel_size
+    mesh = engine.mesh
     axes = " ".join(f"{a}={mesh.size(a)}" for a in ("tensor", "expert", "pipeline") if mesh.size(a) > 1) or "one GPU"
-    return f"{axes}, pages over {ways}" if ways > 1 else axes
+    return axes + pages_text(engine)
+
+
+def pages_text(engine: EngineConfig) -> str:
+    """What follows a mesh's name where positions of pages are split: over how many devices."""
+    ways = engine.decode_context_parallel_size
+    return f", pages over {ways}" if ways > 1 else ""
 
 
 def _too_slow(case: ServingCase, least: Load) -> str:

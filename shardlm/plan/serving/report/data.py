@@ -4,7 +4,6 @@ from."""
 import dataclasses
 from typing import Any
 
-from shardlm.mesh import MeshSpec
 from shardlm.ops.weight_format import AsPublished
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.report.data import cluster_facts
@@ -14,7 +13,7 @@ from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.doubt import doubt
 from shardlm.plan.serving.load import HEADROOM, Load
 from shardlm.plan.serving.report.start import start
-from shardlm.plan.serving.search import ServingPlan
+from shardlm.plan.serving.search import ServingPlan, pages_text
 from shardlm.plan.serving.time import DecodeStep
 from shardlm.plan.serving.verify import Program
 
@@ -108,23 +107,18 @@ def _drafts(case: ServingCase) -> dict[str, Any] | None:
     }
 
 
-def _text(plan: ServingPlan, mesh: MeshSpec) -> str:
-    """A mesh, and over how many devices positions of pages are split, where they are."""
-    ways = plan.case.engine.decode_context_parallel_size
-    return f"{mesh}, pages over {ways}" if ways > 1 else str(mesh)
-
-
 def _plan(one: RankedServing) -> dict[str, Any]:
     """`status` is estimated, verified, or refused with `why`; everything but `compiled` is estimated."""
     plan = one.plan
     memory, most = plan.memory, plan.memory.fullest
     windows = [bool(window) for window in memory.layout.windows]
+    split = pages_text(plan.case.engine)
     return {
         "status": one.status,
         "why": one.why,
         "mesh": plan.mesh.sizes(),
-        "mesh_text": _text(plan, plan.mesh),
-        "replica_text": _text(plan, dataclasses.replace(plan.mesh, data=1)),
+        "mesh_text": f"{plan.mesh}{split}",
+        "replica_text": f"{dataclasses.replace(plan.mesh, data=1)}{split}",
         "decode_context_parallel_size": plan.case.engine.decode_context_parallel_size,
         "replicas": plan.replicas,
         "gpus_per_replica": plan.gpus_per_replica,
