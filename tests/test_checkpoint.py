@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import pathlib
-import resource
 import shutil
 import signal
 import subprocess
@@ -291,60 +290,6 @@ def test_the_last_whole_checkpoint_damaged(copied):
         (copied / str(step) / "state" / "_METADATA").unlink()
     with pytest.raises(ShardlmError, match="There is no other whole one: start again in a new run directory"):
         Checkpoints(copied).restore(abstract(make_state()))
-
-
-@contextlib.contextmanager
-def full_disk(limit):
-    """A limit on the size of a file stands for the disk: writing past it fails in the same way."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_is_said_and_costs_no_checkpoint(copied, capfd):
-    with Checkpoints(copied, CONFIG) as checkpoints:
-        checkpoints.restore(abstract(make_state()))
-        with full_disk(1000):
-            checkpoints.save(30, make_state(), {}, {})
-            with pytest.raises(ShardlmError) as error:
-                checkpoints.wait()
-        message = str(error.value)
-        assert f"{copied}/30 could not be written: the disk is full: it needs" in message
-        assert "free on its file system (or files may not become so large: ulimit -f)" in message
-        assert "The checkpoints at step 10, 20 are intact. Free some space or lower checkpoint.keep" in message
-        checkpoints.save(40, make_state(), {}, {})
-    assert checkpoints.steps() == [10, 20, 40]
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_disk_that_will_not_hold_it_is_not_filled(tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 2**20})
-    monkeypatch.setattr("shardlm.checkpoint.shutil.disk_usage", lambda _: usage)
-    message = "the disk is full: it needs 1.0 MiB, and there are 1.0 MiB free .* It was the first. .* or set run_dir"
-    with Checkpoints(tmp_path, CONFIG) as checkpoints, pytest.raises(ShardlmError, match=message):
-        checkpoints.save(1, {"params": jnp.ones((512, 513))}, {}, {})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_directory_that_was_removed_is_made_again(copied):
-    with Checkpoints(copied, CONFIG) as checkpoints:
-        checkpoints.restore(abstract(make_state()))
-        shutil.rmtree(copied)
-        checkpoints.save(30, make_state(), {}, {})
-    assert checkpoints.steps() == [30]
-    assert Checkpoints(copied).restore(abstract(make_state())).step == 30
-
-
-def test_an_error_that_ends_a_run_is_not_hidden_by_a_failed_save(copied):
-    ends = pytest.raises(ZeroDivisionError)
-    with ends as error, full_disk(1000), Checkpoints(copied, CONFIG) as checkpoints:
-        checkpoints.restore(abstract(make_state()))
-        checkpoints.save(30, make_state(), {}, {})
-        raise ZeroDivisionError
-    assert "could not be written: the disk is full" in error.value.__notes__[0]
 
 
 def test_another_model_is_refused_with_the_first_differences(saved):
