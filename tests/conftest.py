@@ -117,10 +117,33 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return cores + 1 if few and "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ else None
 
 
-def pytest_collection_modifyitems(items):
-    """Puts the longest files first; pytest-xdist hands files out in this order (--no-loadscope-reorder)."""
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases",
+        metavar="K/N",
+        help="of tests with 2 N cases or more, as of each family, every N-th from K (modulo N)",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # when -m has chosen
+def pytest_collection_modifyitems(config, items):
+    """Leaves the cases that --cases asks for, and puts the longest files first; pytest-xdist hands files out in this
+    order (--no-loadscope-reorder)."""
+    if config.option.cases:
+        first, step = map(int, config.option.cases.split("/"))
+        kept = cases_of(items, first % step, step)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def cases_of(items, first: int, step: int) -> set:
+    """All cases of tests that have few, and of the others every `step`-th."""
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {case for of in tests.values() for case in (of[first::step] if len(of) >= 2 * step else of)}
 
 
 @pytest.fixture(scope="session", autouse=True)
