@@ -231,7 +231,8 @@ class Moe(nnx.Module):
             if not whole_groups(self, name, execution):  # which a device alone cannot make its part of
                 experts[name] = made_anew(self, name, execution)
                 continue
-            by_kernel = rows <= FEW_ROWS_OF_EXPERT and has_kernel(self, name, execution)
+            by_kernel = rows <= FEW_ROWS_OF_EXPERT or execution.few_bits == "looped"
+            by_kernel = by_kernel and has_kernel(self, name, execution)
             (few if by_kernel else anew)[name] = in_groups(param)
             experts |= held_parts(self, name, execution)
         if config.bias:
@@ -321,7 +322,7 @@ def _local(
         if name in few or name in anew:
             held = Grouped(*(experts[part] for part in parts_of(name, experts)))
             if name in few:
-                return expert_product(rows, held, sizes, few[name])
+                return expert_product(rows, held, sizes, few[name], execution.few_bits)
             return anew_experts(anew[name], execution.grouped_matmul, rows, held, sizes)
         return grouped_matmul.grouped_matmul(rows, experts[name], sizes, implementation=execution.grouped_matmul)
 

@@ -62,7 +62,7 @@ class Execution:
     paged_attention  implementation over a cache, resolved: "blocked" or "pallas" (ops/paged_attention.py)
     kv_cache   what keys and values are held in (ops/kv_format.py)
     made_first  whether projections and head lie with what they make first, for one CPU (ops/cpu_einsum.py)
-    few_bits   of products with weights in few bits, resolved: "dequantised" or "pallas" (ops/grouped_weights.py)
+    few_bits   of products with weights in few bits, resolved: one of GroupedProducts (ops/grouped_weights.py)
     gathers_tokens  whether experts gather the tokens of all devices of their axis (ops/expert_dispatch.py, `near`)
     handed_out  of a decoder whose layers are apart, behind how many of them its stream is handed out (context.HANDED)
     fused_rows tokens up to which projections are kernels with norm and gate (layers/fused.py), and what is between them
@@ -291,29 +291,29 @@ def _in_eight_bits(letters, x, module: nnx.Module, name: str, execution: Executi
 
 
 def few_rows(letters: str, shape: tuple[int, ...], module: nnx.Module, name: str, execution: Execution) -> bool:
-    """Whether the kernel multiplies x of this shape: so few rows that reading the weight takes longest, by a weight in
-    whole groups on each device, whose leading dimensions are those that are summed over. Where latent attention
-    multiplies by each head's part of a weight, they are not."""
+    """Whether a kernel multiplies x of this shape: so few rows that reading the weight takes longest (on a CPU any), by
+    a weight in whole groups on each device, whose leading dimensions are those that are summed over. Where latent
+    attention multiplies by each head's part of a weight, they are not."""
     into = getattr(module, name).get_metadata("into")
     xs, ws = letters.split("->")[0].split(",")
     return (
         letters.endswith(f"->{xs[:-into]}{ws[into:]}")
         and xs.endswith(ws[:into])
-        and math.prod(shape[:-into]) <= FEW_ROWS
+        and (execution.few_bits == "looped" or math.prod(shape[:-into]) <= FEW_ROWS)
         and has_kernel(module, name, execution)
     )
 
 
 def has_kernel(module: nnx.Module, name: str, execution: Execution) -> bool:
-    """Whether a kernel multiplies few rows by a weight of this layout, of experts too."""
+    """Whether a kernel, or a CPU's loops, multiply few rows by a weight of this layout, of experts too."""
     param = getattr(module, name)
     groups = in_groups(param)
-    if groups is None or execution.few_bits != "pallas":
+    if groups is None or execution.few_bits == "dequantised":
         return False
     scale, names = getattr(module, name + SCALE), param.get_metadata("names")
     at = param.get_metadata("into") - 1 - len(names)
     group = param.shape[at] * groups.a_byte // scale.shape[at]
-    return group <= LONGEST and names == scale.get_metadata("names")
+    return (execution.few_bits == "looped" or group <= LONGEST) and names == scale.get_metadata("names")
 
 
 def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution, out_sharding) -> jax.Array:
@@ -328,7 +328,7 @@ def _by_kernel(x: jax.Array, module: nnx.Module, name: str, execution: Execution
     def local(x, *held):
         before, made = x.shape[:-into], held[0].shape[into:]
         held = Grouped(*(a.reshape(math.prod(a.shape[:into]), -1) for a in held))
-        y = product(x.reshape(math.prod(before), -1), held, in_groups(param))
+        y = product(x.reshape(math.prod(before), -1), held, in_groups(param), execution.few_bits)
         y = jax.lax.psum(y, over) if over else y
         return y.reshape(*before, *made)
 

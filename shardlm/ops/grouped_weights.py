@@ -6,8 +6,8 @@ A group is GROUP elements, or the largest part of the dimension from 16 to that,
 alone, so that a weight has the same values on every mesh. Two numbers of 4 bits share a byte: the first half of a group
 is in the low bits.
 
-Products with such weights are chosen by platform: of a weight that is made anew in the compute dtype, and of few rows
-by a kernel that reads it as it is held (grouped_kernel.py).
+Products with such weights are chosen by platform: of a weight that is made anew in the compute dtype, of few rows by a
+kernel that reads it as it is held (grouped_kernel.py), and on a CPU by loops that do (cpu_grouped.py).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ Numbers = Literal["int8", "int4", "fp8", "fp4"]
 """Integers, e4m3 and e2m1 floats."""
 GroupedFormat = Literal["dtype", "int8", "int4", "fp8"]
 """What weights are held in that no step changes: the compute dtype, integers of 8 or 4 bits, or e4m3."""
-GroupedProducts = Literal["dequantised", "pallas"]
+GroupedProducts = Literal["dequantised", "pallas", "looped"]
 STORED = {name: np.dtype("i1") for name in ("int8", "int4", "fp4")} | {"fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 _LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
 GROUP = 64
@@ -189,20 +189,28 @@ def from_fp4(codes: jax.Array) -> jax.Array:
 
 def choose(platform: str) -> GroupedProducts:
     """The implementation for a platform."""
-    chosen: GroupedProducts = "pallas" if platform in ("gpu", "cuda") else "dequantised"
+    chosen: GroupedProducts = {"gpu": "pallas", "cuda": "pallas", "cpu": "looped"}.get(platform, "dequantised")
     logging.vlog(1, "products with weights in few bits: %s, because platform is %s", chosen, platform)
     return chosen
 
 
-def product(x: jax.Array, held: Grouped, groups: Groups) -> jax.Array:
-    """By the kernel: x [M, K] times the weight [K, F], on the arrays of one device."""
+def product(x: jax.Array, held: Grouped, groups: Groups, by: GroupedProducts) -> jax.Array:
+    """x [M, K] times the weight [K, F] as it is held, on the arrays of one device."""
+    if by == "looped":
+        from shardlm.ops.cpu_grouped import looped  # which reads this module
+
+        return looped(x, held, groups)
     from shardlm.ops.grouped_kernel import pallas  # Pallas takes a while to import
 
     return pallas(x, held, groups)
 
 
-def expert_product(x: jax.Array, held: Grouped, group_sizes: jax.Array, groups: Groups):
+def expert_product(x: jax.Array, held: Grouped, group_sizes: jax.Array, groups: Groups, by: GroupedProducts):
     """The same of experts [E, K, F], each with its rows of x (grouped_kernel.py's of_experts)."""
+    if by == "looped":
+        from shardlm.ops.cpu_grouped import looped_experts
+
+        return looped_experts(x, held, group_sizes, groups)
     from shardlm.ops.grouped_kernel import of_experts
 
     return of_experts(x, held, group_sizes, groups)

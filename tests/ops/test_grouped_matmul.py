@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardlm.errors import ShardlmError
+from shardlm.ops import grouped_matmul as grouped_matmul_module
 from shardlm.ops.grouped_matmul import choose, grouped_matmul, reference
 
 # Groups: even, uneven with empty ones, one that has all, rows beyond the last group, none at all.
@@ -35,6 +36,23 @@ def test_blocked_equals_the_reference(arrays, sizes):
     expected = with_gradients(reference, arrays, sizes)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)  # float32, sums in another order; measured 4e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_in_parts(arrays, dtype, monkeypatch):
+    monkeypatch.setattr(grouped_matmul_module, "PART", 20)  # of weights of 60 numbers
+    sizes, arrays = jnp.array(SIZES[1], jnp.int32), tuple(a.astype(dtype) for a in arrays)
+    got = jax.jit(lambda a: with_gradients(lambda *b: grouped_matmul(*b, implementation="blocked"), a, sizes))(arrays)
+    for a, b in zip(got, with_gradients(reference, arrays, sizes), strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(*(x.astype("float32") for x in (a, b)), atol=2e-5 if dtype == "float32" else 0.1)
+
+
+def test_a_weight_without_rows_is_not_read():
+    """What it holds, numbers or not, is nobody's."""
+    x, w = jnp.ones((2, 6)), jnp.ones((4, 6, 10)).at[jnp.array([0, 3])].set(jnp.nan)
+    sizes = jnp.array([0, 1, 1, 0], jnp.int32)
+    assert np.array_equal(grouped_matmul(x, w, sizes, implementation="blocked"), np.full((2, 10), 6.0))
 
 
 def test_many_rows_and_blocks():

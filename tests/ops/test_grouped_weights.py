@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from gpu_programs import on_gpus
+from grouped_forms import FORMS, any_weight, on_device
 from jax.sharding import NamedSharding
 from small import mesh_of
 
 from shardlm.errors import ShardlmError
-from shardlm.layers import moe, param
+from shardlm.layers import moe
 from shardlm.layers.param import Execution, Params, few_rows, normal, project
 from shardlm.mesh import MeshSpec
-from shardlm.ops import grouped_matmul
+from shardlm.ops import grouped_kernel, grouped_matmul
 from shardlm.ops.grouped_kernel import of_experts, pallas
 from shardlm.ops.grouped_weights import (
     OWN,
     STORED,
     Grouped,
-    Groups,
     as_published,
     choose,
     dequantised,
@@ -39,40 +39,8 @@ from shardlm.ops.weight_format import AsPublished
 from shardlm.rules import Rules
 from shardlm.topology import topology
 
-FORMS = {
-    **OWN,
-    "AWQ": Groups("int4", 128, "float16", zeros=True, within=128, published=True),
-    "GPTQ, 8 bits": Groups("int8", 128, "float16", zeros=True, within=32, published=True),
-    "fp8 in blocks": Groups("fp8", 128, "float32", within=128, published=True),
-    "mxfp4": Groups("fp4", 128, "bfloat16", within=32, published=True),
-    "GPTQ, groups of 32": Groups("int4", 128, "float16", zeros=True, within=32, published=True),
-    "Q4_K": Groups("int4", 128, "float32", zeros=True, within=32, published=True, whole=False),
-    "Q6_K": Groups("int8", 128, "float32", within=16, published=True),
-}
 # Of the largest number of a group: half a step of the integers; of e4m3, the largest steps are of 32 up to 448.
 ERROR = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 16 / 448}
-
-
-def any_weight(rng, shape, axis: int, groups: Groups) -> Grouped:
-    """As it is held, on the device."""
-    if not groups.published:
-        w = rng.normal(size=shape).astype(np.float32)
-        return _on_device(quantised(w, axis, groups.size(shape[axis]), groups.numbers))
-    group = groups.size(shape[axis])
-    scales = scale_shape(shape, axis, groups)
-    factors = rng.uniform(0.01, 0.02, scales).astype(groups.scale).astype(np.float32)
-    first, last = {"fp4": (0, 16), "int4": (-8, 8)}.get(groups.numbers, (-128, 128))
-    codes = rng.integers(first, last, shape).astype(np.int8)
-    if groups.numbers == "fp8":
-        codes = rng.normal(size=shape).astype(groups.stored)
-    zeros = rng.integers(first, last + 1, scales) if groups.zeros else None
-    if not groups.whole:
-        zeros = zeros + rng.uniform(size=scales)
-    return _on_device(as_published(codes, factors, zeros, axis, group, groups))
-
-
-def _on_device(held: Grouped) -> Grouped:
-    return Grouped(*(a if a is None else jnp.asarray(a) for a in held))
 
 
 def _format(how: str, *keys: str):
@@ -108,7 +76,7 @@ def test_fp8_keeps_what_is_small_better_than_int8():
     w = np.exp2(-np.arange(64) / 8).astype(np.float32)[:, None]  # down to 1/256 of the largest
     error = {}
     for how in ("int8", "fp8"):
-        found = dequantised(_on_device(quantised(w, 0, 64, how)), 0, OWN[how], jnp.float32)
+        found = dequantised(on_device(quantised(w, 0, 64, how)), 0, OWN[how], jnp.float32)
         error[how] = np.abs(np.asarray(found) / w - 1).max()
     assert error["fp8"] < 0.07 < 0.5 < error["int8"]
 
@@ -117,7 +85,7 @@ def test_a_scale_that_is_no_number_makes_no_number():
     """As it does where a damaged checkpoint is read in more bits."""
     groups = FORMS["mxfp4"]
     factors = np.array([[np.nan, 2.0]], np.float32)
-    held = _on_device(as_published(np.full((32, 2), 2, np.int8), factors, None, 0, 32, groups))
+    held = on_device(as_published(np.full((32, 2), 2, np.int8), factors, None, 0, 32, groups))
     found = np.asarray(dequantised(held, 0, groups, jnp.float32))
     assert np.isnan(found[:, 0]).all() and (found[:, 1] == 2).all()
 
@@ -197,7 +165,7 @@ def test_few_experts_are_split():
 
 @pytest.mark.parametrize("how", ["int4", "fp8", "AWQ"])
 def test_a_mixture_on_a_mesh_runs_experts_as_they_are_held(how, monkeypatch):
-    monkeypatch.setattr(moe, "expert_product", functools.partial(of_experts, interpret=True))
+    monkeypatch.setattr(grouped_kernel, "of_experts", functools.partial(of_experts, interpret=True))
     spec = MeshSpec(expert=2, tensor=2)
     rules = Rules.make("zero3", spec).for_serving()
     rng, groups = np.random.default_rng(1), FORMS[how]
@@ -212,11 +180,12 @@ def test_a_mixture_on_a_mesh_runs_experts_as_they_are_held(how, monkeypatch):
         x = jax.device_put(rng.normal(size=(5, 1, 64)).astype(np.float32), rules.act.spec("batch", "seq", "embed"))
         context = types.SimpleNamespace(real=jnp.ones((5, 1), bool), weights=None)
         made = {}
-        for few_bits in ("dequantised", "pallas"):
+        for few_bits in ("dequantised", "looped", "pallas"):
             execution = Execution(rules, weights=weights, few_bits=few_bits)
             made[few_bits] = jax.jit(lambda x, e=execution: module(x, context, e)[0])(x)
-        plain, kernel = made.values()
-        np.testing.assert_allclose(kernel, plain, rtol=1e-4, atol=1e-3 * float(jnp.abs(plain).max()))
+        plain = made.pop("dequantised")
+        for found in made.values():
+            np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-3 * float(jnp.abs(plain).max()))
         assert jnp.abs(plain).max() > 1
         # By the rows of an expert: 128 of 512 tokens that choose 2 of 8.
         called = []
@@ -267,7 +236,7 @@ class _Projections(nnx.Module):
     ],
 )
 def test_on_a_mesh_each_device_multiplies_its_part(how, monkeypatch):
-    monkeypatch.setattr(param, "product", functools.partial(pallas, interpret=True))
+    monkeypatch.setattr(grouped_kernel, "pallas", functools.partial(pallas, interpret=True))
     spec = MeshSpec(expert=2, tensor=2)
     rules = Rules.make("zero3", spec).for_serving(("heads", "mlp"))
     rng, groups = np.random.default_rng(1), FORMS[how]
@@ -288,22 +257,24 @@ def test_on_a_mesh_each_device_multiplies_its_part(how, monkeypatch):
         for name, letters, shape, names, out in cases:
             x = jax.device_put(rng.normal(size=shape).astype(np.float32), rules.act.spec("batch", "seq", *names))
             made = {}
-            for few_bits in ("dequantised", "pallas"):
+            for few_bits in ("dequantised", "looped", "pallas"):
                 execution = Execution(rules, weights=weights, few_bits=few_bits)
-                assert few_rows(letters, shape, module, name, execution) == (few_bits == "pallas")
+                assert few_rows(letters, shape, module, name, execution) == (few_bits != "dequantised")
                 run = jax.jit(lambda x, e=execution, n=name, i=letters, o=out: project(i, x, module, n, e, o))
                 made[few_bits] = run(x)
-            plain, kernel = made.values()
-            assert plain.sharding.spec == kernel.sharding.spec
-            np.testing.assert_allclose(kernel, plain, atol=1e-4)  # of numbers up to 40, summed in another order
-        # Where latent attention multiplies by each head's part, and of many rows, the weight is made anew.
-        execution = Execution(rules, weights=weights, few_bits="pallas")
-        assert not few_rows("btnh,dnh->btnd", (3, 1, 8, 16), module, "wq", execution)
-        assert not few_rows("btd,dnh->btnh", (3, 100, 64), module, "wq", execution)
+            plain = made.pop("dequantised")
+            for found in made.values():
+                assert plain.sharding.spec == found.sharding.spec
+                np.testing.assert_allclose(found, plain, atol=1e-4)  # of numbers up to 40, summed in another order
+        # Where latent attention multiplies by each head's part, and of many rows on a GPU, the weight is made anew.
+        for few_bits in ("looped", "pallas"):
+            execution = Execution(rules, weights=weights, few_bits=few_bits)
+            assert not few_rows("btnh,dnh->btnd", (3, 1, 8, 16), module, "wq", execution)
+            assert few_rows("btd,dnh->btnh", (3, 100, 64), module, "wq", execution) == (few_bits == "looped")
 
 
 def test_what_is_chosen():
-    assert choose("cpu") == "dequantised" and choose("cuda") == choose("gpu") == "pallas"
+    assert choose("cpu") == "looped" and choose("cuda") == choose("gpu") == "pallas" and choose("tpu") == "dequantised"
 
 
 @on_gpus
