@@ -121,7 +121,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases",
         metavar="K/N",
-        help="of tests with 2 N cases or more, as of each family, every N-th from K (modulo N)",
+        help="of tests with N cases or more, as of each family, every N-th from K (modulo N)",
     )
 
 
@@ -143,7 +143,7 @@ def cases_of(items, first: int, step: int) -> set:
     tests = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {case for of in tests.values() for case in (of[first::step] if len(of) >= 2 * step else of)}
+    return {case for of in tests.values() for case in (of[first::step] if len(of) >= step else of)}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,14 +1,14 @@
-"""Products of rows with weights in few bits, for a CPU: weights are read as they are held, some rows of bytes or one
-block at a time, so that nothing of a weight's size is written.
+"""Products of rows with weights in few bits, for a CPU: weights are read as they are held, a block at a time or all of
+it, so that nothing of a weight's size in float32 is written.
 
 Made anew as a whole, a weight is written and read again in float32: 16.8 M numbers [2048, 8192] took 37 to 45 ms beside
 one row, 63 to 110 beside eight. CPU time of one core for the same (Intel Xeon, Sapphire Rapids), ms by rows x:
 
               1     2     4     8    32   128
     float32   3.8   4.1   8.5   8.6  10.4  41.8   (ops/cpu_einsum.py)
-    int8      2.1   3.4   4.5   6.6  14.4  42.7
-    int4      1.9   2.9   4.6   6.0  12.5  43.7
-    fp8       4.0   8.8   8.2   9.2  19.3  47.6
+    int8      1.3   3.4   4.5   6.6  14.4  42.7
+    int4      1.4   2.9   4.6   6.0  12.5  43.7
+    fp8       2.0   8.8   8.2   9.2  19.3  47.6
     fp4       3.8   4.6   6.0   7.2  14.7  47.6
 """
 
@@ -19,7 +19,7 @@ from shardlm.ops.grouped_matmul import block_rows, divisor
 from shardlm.ops.grouped_weights import Grouped, Groups
 from shardlm.ops.or_zero import or_zero
 
-BYTES = 32  # rows of bytes in one turn of a row's loop: 64 of a width that is a power of two push each other out
+ROWS = 16  # of bytes that are added up at once for one row; 8 and 32 take up to a quarter longer
 BLOCK = 256, 1024  # numbers in the two dimensions of a block: 1 MiB of float32, for a cache; first is summed over
 # By what each number of a byte is too large when it is made as below.
 TOO_LARGE = {"int8": (1.0,), "fp8": (2.0**-8,), "int4": (2.0**28, 16.0), "fp4": (2.0**-14, 2.0**-14)}
@@ -60,34 +60,30 @@ def _as_bytes(held: Grouped) -> Grouped:
 
 def _product(x: jax.Array, held: Grouped, groups: Groups, count: int, which) -> jax.Array:
     """Of float32, with one of several weights that lie below each other and have `count` groups along K each."""
-    by = _by_rows if x.shape[0] == 1 and groups.numbers != "fp4" else _by_blocks
+    by = _by_rows if x.shape[0] == 1 else _by_blocks
     return by(x, held, groups, count, which)
 
 
 def _by_rows(x: jax.Array, held: Grouped, groups: Groups, count: int, which) -> jax.Array:
-    """For one row: the numbers of a row of bytes, neighbours of which are neighbours of the result, times one of x,
-    without a product. (fp4 so took 10.4 ms for 3.8; two rows int8 3.2 for 3.4, int4 3.5 for 2.9.)"""
+    """For one row: the numbers of a row of bytes, neighbours of which are neighbours of the result, times one of x. So
+    some rows are added up in one operation, of which all cores do a part, and what they make by a product. (A loop over
+    them took as much of one core, and did not gain from a second.)"""
     K, F, halves = x.shape[1], held.scale.shape[1], groups.a_byte
-    step = divisor(K // count // halves, BYTES)
-    cut = K // count // halves // step  # turns for a group, or one turn for several groups
-    several = divisor(count, BYTES // step) if cut == 1 else 1
-    split = x.reshape(count, halves, cut, step).swapaxes(1, 2).reshape(count * cut, halves, step)
-    sums, split = split.sum((1, 2)), split / jnp.asarray(TOO_LARGE[groups.numbers])[:, None]
-
-    def turn(t, y):
-        xs, sum_of = (jax.lax.dynamic_slice_in_dim(a, t * several, several) for a in (split, sums))
-        t += which * (count * cut // several)
-        rows = jax.lax.dynamic_slice_in_dim(held.values, t * several * step, several * step)
-        scale, zero = (_groups(a, t * several // cut, several, 0, F) for a in (held.scale, held.zero))
-        for i in range(several):
-            part = jnp.zeros(F) if zero is None else -sum_of[i] * zero[i]
-            for j in range(step):
-                for half, numbers in enumerate(_made(rows[i * step + j], groups)):
-                    part += xs[i, half, j] * numbers
-            y += part * scale[i]
-        return y
-
-    return jax.lax.fori_loop(0, count * cut // several, turn, jnp.zeros(F))[None]
+    step = divisor(K // count // halves, ROWS)
+    cut = K // count // halves // step  # of each group
+    split = x.reshape(count, halves, cut, step).swapaxes(1, 2)
+    each = (split / jnp.asarray(TOO_LARGE[groups.numbers])[:, None]).reshape(count * cut, halves, step)
+    rows = jax.lax.dynamic_slice_in_dim(held.values, which * count * cut * step, count * cut * step)
+    rows = rows.reshape(count * cut, step, F)
+    scale, zero = (_groups(a, which * count, count, 0, F) for a in (held.scale, held.zero))
+    part = jnp.zeros((count * cut, F))
+    for j in range(step):
+        for half, numbers in enumerate(_made(rows[:, j], groups)):
+            part += each[:, half, j, None] * numbers
+    part = part.reshape(count, cut, F)
+    if zero is not None:
+        part -= split.sum((2, 3))[..., None] * zero[:, None]
+    return jnp.ones((1, count * cut)) @ (part * scale[:, None]).reshape(count * cut, F)
 
 
 def _by_blocks(x: jax.Array, held: Grouped, groups: Groups, count: int, which) -> jax.Array:

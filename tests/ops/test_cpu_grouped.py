@@ -82,4 +82,4 @@ def test_nothing_of_a_weight_s_size_is_written():
         program = jax.jit(lambda x, own, g=groups: looped(x, own, g)).lower(x, one).compile()
         assert program.memory_analysis().temp_size_in_bytes < 3 * 2**20 + copied * K * F
         program = jax.jit(lambda x, own, s, g=groups: looped_experts(x, own, s, g)).lower(x, held, sizes).compile()
-        assert program.memory_analysis().temp_size_in_bytes < 3 * 2**20 + copied * E * K * F
+        assert program.memory_analysis().temp_size_in_bytes < 4 * 2**20 + copied * E * K * F
