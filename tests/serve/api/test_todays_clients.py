@@ -34,3 +34,28 @@ def test_tokens_of_responses_are_counted():
         with pytest.raises(openai.BadRequestError, match="remembers nothing"):
             client.responses.input_tokens.count(model="fake", input="hi", previous_response_id="resp_1")
     assert error(Client().post("/v1/responses/input_tokens", {"input": []}), 400)["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("path", "effort"),
+    [
+        (PATH, lambda word: {"messages": USER, "reasoning_effort": word}),
+        ("/v1/responses", lambda word: {"input": "hi", "reasoning": {"effort": word}}),
+    ],
+)
+def test_an_effort_turns_thoughts_on_and_off(path, effort):
+    """As vLLM's does, for templates that know no efforts."""
+    client = Client(FakeLLM(template_name="qwen3", reply="Yes."))
+
+    def thinks(wish):
+        assert client.post(path, wish).status_code == 200
+        return not client.llm.seen[-1][0].endswith("<think>\n\n</think>\n\n")
+
+    assert thinks(effort("low")) and not thinks(effort("none")) and thinks(effort(None))
+    assert thinks(effort("none") | {"chat_template_kwargs": {"enable_thinking": True}})
+    assert not thinks(effort("high") | {"chat_template_kwargs": {"enable_thinking": False}})
+
+
+def test_no_further_log_probabilities_are_asked_for_with_0():
+    body = Client().post(PATH, {"messages": USER, "logprobs": False, "top_logprobs": 0}).json()
+    assert body["choices"][0]["logprobs"] is None
