@@ -58,6 +58,9 @@ def sampling_params(
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is for streams; ask with stream=true", param="stream_options")
     check_order(request)
+    if request.truncate_prompt_tokens is not None and request.truncation_side == "right":
+        message = "truncation_side=right is for what is embedded; a reply goes on from the prompt's end: leave it out"
+        raise ApiError(message, param="truncation_side")
     if request.request_id is not None and len(request.request_id) > _SALT:
         raise ApiError(f"request_id has {len(request.request_id)} characters, above {_SALT}", param="request_id")
     if request.length_penalty is not None and not request.use_beam_search:

@@ -2,9 +2,12 @@
 
 import openai
 import pytest
+import tokenizers
 from client import Client, error
 from fake_llm import FakeLLM
 from sockets import serving
+
+from shardlm.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -59,3 +62,54 @@ def test_an_effort_turns_thoughts_on_and_off(path, effort):
 def test_no_further_log_probabilities_are_asked_for_with_0():
     body = Client().post(PATH, {"messages": USER, "logprobs": False, "top_logprobs": 0}).json()
     assert body["choices"][0]["logprobs"] is None
+
+
+def with_ends():
+    """An engine whose tokenizer puts a token before and one behind each text."""
+    llm = FakeLLM()
+    backend = tokenizers.Tokenizer.from_str(llm.tokenizer.to_json())
+    backend.add_special_tokens(["[B]", "[E]"])
+    special = [(name, backend.token_to_id(name)) for name in ("[B]", "[E]")]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="[B] $A [E]", special_tokens=special)
+    llm.tokenizer = Tokenizer(backend)
+    return llm
+
+
+def test_what_is_embedded_is_cut_at_its_end_as_vllm_and_ollama_do():
+    """With the token that the tokenizer puts there, of which many models' vector is."""
+    client = Client(with_ends())
+
+    def read(path="/v1/embeddings", **wish):
+        del client.llm.pooled[:]
+        assert client.post(path, {"input": "the quick brown fox"} | wish).status_code == 200
+        return [text for text, _, _ in client.llm.pooled]
+
+    assert read(truncate_prompt_tokens=3) == ["[B]the[E]"]
+    assert read(truncate_prompt_tokens=3, truncation_side="left") == ["[B] fox[E]"]
+    assert read(truncate_prompt_tokens=6) == read(truncate_prompt_tokens=-1) == ["[B]the quick brown fox[E]"]
+    assert read(truncate_prompt_tokens=1) == ["[B]"]
+    assert read(truncate_prompt_tokens=2, add_special_tokens=False) == ["the quick"]
+    assert read(truncate_prompt_tokens=2, add_special_tokens=False, truncation_side="left") == [" brown fox"]
+    texts = {"text_1": "the fox", "text_2": "the lazy dog"}
+    assert read("/score", **texts, truncate_prompt_tokens=3) == ["[B]the[E]", "[B]the[E]"]
+    client.llm.max_model_len = 4
+    assert read("/api/embed", model="fake", truncate=True) == ["[B]the quick[E]"]
+    wish = {"prompt": "a", "truncate_prompt_tokens": 1, "truncation_side": "right"}
+    assert error(client.post("/v1/completions", wish), 400)["param"] == "truncation_side"
+
+
+def test_a_prompt_without_words_is_what_the_tokenizer_puts_there():
+    client = Client(with_ends())
+    body = client.post("/v1/completions", {"prompt": ["", "the"], "max_tokens": 1}).json()
+    assert len(body["choices"]) == 2 and body["usage"]["prompt_tokens"] >= 3
+    for llm, wish in ((client.llm, {"prompt": "", "add_special_tokens": False}), (client.llm, {"prompt": [[]]})):
+        assert error(Client(llm).post("/v1/completions", wish), 400)["param"] == "prompt"
+    assert error(Client().post("/v1/completions", {"prompt": ""}), 400)["message"].startswith("prompt is empty")
+
+
+def test_texts_of_nothing_are_embedded_where_the_tokenizer_ends_them():
+    """A blank document among many is one vector of many to vLLM."""
+    client, body = Client(with_ends()), {"input": ["a", ""]}
+    assert len(client.post("/v1/embeddings", body).json()["data"]) == 2
+    assert [text for text, *_ in client.llm.pooled] == ["[B]a[E]", "[B][E]"]
+    assert error(Client().post("/v1/embeddings", body), 400)["message"].startswith("input[1] is empty")
