@@ -129,7 +129,7 @@ class _About:
         return json_response(listed([self._model(name) for name in names]))
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name = self._service.known(request.path_params["name"])
         self._service.adapter_of(name)
         return json_response(self._model(name))
 

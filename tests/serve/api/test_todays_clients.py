@@ -7,6 +7,7 @@ from client import Client, error
 from fake_llm import FakeLLM
 from sockets import serving
 
+from shardlm.serve.adapter_table import Adapter
 from shardlm.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
@@ -113,3 +114,17 @@ def test_texts_of_nothing_are_embedded_where_the_tokenizer_ends_them():
     assert len(client.post("/v1/embeddings", body).json()["data"]) == 2
     assert [text for text, *_ in client.llm.pooled] == ["[B]a[E]", "[B][E]"]
     assert error(Client().post("/v1/embeddings", body), 400)["message"].startswith("input[1] is empty")
+
+
+def test_openais_paths_know_models_as_ollama_lists_them():
+    """VS Code's Copilot Chat reads /api/tags and asks /v1/chat/completions."""
+    llm = FakeLLM(adapters=(Adapter("poet", "folder", 1, 1),))
+    client = Client(llm, model_names=("fake", "org/one:7b"))
+    listed = [model["name"] for model in client.get("/api/tags").json()["models"]]
+    assert listed == ["fake:latest", "org/one:7b", "poet:latest"]
+    for name in listed:
+        assert client.post(PATH, {"model": name, "messages": USER}).json()["model"] == name
+        assert client.get(f"/v1/models/{name}").status_code == 200
+    assert [bool(one) for one in llm.adapted] == [False, False, True]
+    for name in ("Fake", "org/one", "poet:7b", ":latest"):
+        assert error(client.post(PATH, {"model": name, "messages": USER}), 404)["code"] == "model_not_found"
