@@ -9,7 +9,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import PooledRequest, Sampled
 from shardlm.serve.beam_search import BeamSearchParams
-from shardlm.serve.grammar import ANY_OBJECT
+from shardlm.serve.grammar import ANY_OBJECT, lenient
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
 # Fields that go through as they are, where they are given.
@@ -151,6 +151,6 @@ def from_format(wish: Mapping[str, Any], param: str = "response_format") -> Stru
     if not isinstance(schema, Mapping):
         raise ApiError(f"{param} of type json_schema has no schema, which is an object", param=param)
     try:
-        return StructuredOutputs(json=schema)
+        return StructuredOutputs(json=schema if holder.get("strict") is True else lenient(schema))
     except ShardlmError as error:
         raise ApiError(str(error), param=param) from None

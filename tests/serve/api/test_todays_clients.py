@@ -128,3 +128,32 @@ def test_openais_paths_know_models_as_ollama_lists_them():
     assert [bool(one) for one in llm.adapted] == [False, False, True]
     for name in ("Fake", "org/one", "poet:7b", ":latest"):
         assert error(client.post(PATH, {"model": name, "messages": USER}), 404)["code"] == "model_not_found"
+
+
+def test_schemas_without_strict_may_ask_for_what_is_not_supported():
+    """As OpenAI's: uniqueItems is of each set of pydantic's."""
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    client = Client(FakeLLM(reply="[1, 2]"))
+
+    def form(**strict):
+        wish = {"type": "json_schema", "json_schema": {"schema": schema, **strict}}
+        return {"messages": USER, "response_format": wish}
+
+    assert client.post(PATH, form()).json()["choices"][0]["message"]["content"] == "[1, 2]"
+    assert client.post(PATH, form(strict=False)).status_code == 200
+    assert "uniqueItems" in error(client.post(PATH, form(strict=True)), 400)["message"]
+    asked = {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    assert client.post("/v1/responses", asked).status_code == 200
+
+    def tools(choice, **strict):
+        function = {"name": "add", "parameters": {"type": "object", "properties": {"n": schema}}, **strict}
+        return {"messages": USER, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+
+    for choice, reply in (
+        ({"type": "function", "function": {"name": "add"}}, '{"n": [1]}'),
+        ("required", '[{"name": "add", "arguments": {"n": [1]}}]'),
+    ):
+        client.llm.reply = reply
+        [call] = client.post(PATH, tools(choice)).json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": '{"n": [1]}'}
+        assert "uniqueItems" in error(client.post(PATH, tools(choice, strict=True)), 400)["message"]
