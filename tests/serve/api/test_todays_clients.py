@@ -157,3 +157,22 @@ def test_schemas_without_strict_may_ask_for_what_is_not_supported():
         [call] = client.post(PATH, tools(choice)).json()["choices"][0]["message"]["tool_calls"]
         assert call["function"] == {"name": "add", "arguments": '{"n": [1]}'}
         assert "uniqueItems" in error(client.post(PATH, tools(choice, strict=True)), 400)["message"]
+
+
+def test_parts_that_are_texts_themselves_and_calls_in_their_older_form():
+    client = Client()
+
+    def prompt(*messages):
+        assert client.post(PATH, {"messages": [*USER, *messages]}).status_code == 200
+        return client.llm.seen[-1][0]
+
+    parts = ["Look:", {"type": "text", "text": "here"}]
+    assert "<|im_start|>user\nLook:\nhere<|im_end|>" in prompt({"role": "user", "content": parts})
+    call = {"name": "weather", "arguments": '{"city": "A"}'}
+    said = {"role": "assistant", "content": None}
+    older = prompt({**said, "function_call": call}, {"role": "function", "name": "weather", "content": "rain"})
+    newer = {**said, "function_call": None, "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    assert older == prompt(newer, {"role": "tool", "tool_call_id": "1", "content": "rain"})
+    assert CALL in older and "<tool_response>\nrain\n</tool_response>" in older
+    wrong = {"messages": [*USER, {**said, "function_call": {"name": 3}}]}
+    assert error(client.post(PATH, wrong), 400)["param"] == "messages[1].tool_calls"
