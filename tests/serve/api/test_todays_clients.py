@@ -8,6 +8,8 @@ from fake_llm import FakeLLM
 from sockets import serving
 
 from shardlm.serve.adapter_table import Adapter
+from shardlm.serve.api.app import make_app
+from shardlm.serve.api.server import Listen, Server
 from shardlm.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
@@ -176,3 +178,8 @@ def test_parts_that_are_texts_themselves_and_calls_in_their_older_form():
     assert CALL in older and "<tool_response>\nrain\n</tool_response>" in older
     wrong = {"messages": [*USER, {**said, "function_call": {"name": 3}}]}
     assert error(client.post(PATH, wrong), 400)["param"] == "messages[1].tool_calls"
+
+
+def test_idle_connections_are_kept_for_longer_than_clients_keep_theirs():
+    """Go's for 90 seconds: of requests over one that the server closes at that moment most are not answered."""
+    assert Server(make_app(FakeLLM()), Listen()).config.timeout_keep_alive > 90
