@@ -169,14 +169,22 @@ def _is_lenient(schema: str | Mapping[str, Any]) -> bool:
 
 
 def _without(schema: Any, drops: Callable[[str, Any], bool], left: list[str]) -> Any:
-    """A schema without the members that `drops`, which are added to `left`."""
+    """A schema without the members that `drops`, which are added to `left`; as it is where it is nested too deeply, of
+    which llguidance tells."""
+    try:
+        return _stripped(schema, drops, left)
+    except RecursionError:
+        return schema
+
+
+def _stripped(schema: Any, drops: Callable[[str, Any], bool], left: list[str]) -> Any:
     if isinstance(schema, list):
-        return [_without(one, drops, left) for one in schema]
+        return [_stripped(one, drops, left) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     dropped = {key for key, value in schema.items() if drops(key, value)}
     left += [f"{key} {schema[key]}" for key in schema if key in dropped]
-    return {key: _without(value, drops, left) for key, value in schema.items() if key not in dropped}
+    return {key: _stripped(value, drops, left) for key, value in schema.items() if key not in dropped}
 
 
 def _asks_nothing(key: str, value: Any) -> bool:

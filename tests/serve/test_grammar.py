@@ -222,3 +222,12 @@ def test_names_that_must_be_texts_are_nothing_that_is_asked_for():
     record["propertyNames"]["pattern"] = "x"
     with pytest.raises(ShardlmError, match=r"propertyNames.* leave out strict=true where a request has it or use what"):
         COMPILER.compile("json_schema", schema)
+
+
+def test_schemas_that_are_nested_too_deeply_are_refused():
+    schema = {"type": "integer"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    for one in (schema, lenient(schema)):
+        with pytest.raises(ShardlmError, match="cannot be compiled: recursion limit exceeded"):
+            COMPILER.compile("json_schema", one)
