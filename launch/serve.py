@@ -28,6 +28,7 @@ from shardlm.distributed import joined
 try:
     from launch import model_flags
     from launch.http_flags import http_settings, listen
+    from shardlm.serve.api.batches.store import Store
     from shardlm.serve.api.server import hold, run
     from shardlm.serve.api.settings import Settings
 except ModuleNotFoundError as error:
@@ -64,6 +65,8 @@ def main() -> int:
     processes = model_flags.job()
     first = processes is None or processes.process_id == 0
     held = hold(listen(8000), settings()) if first else None
+    if first and _BATCH_DIR.value:
+        Store(_BATCH_DIR.value).close()  # a folder that cannot be is said before the minutes that a model takes
     with joined(processes):
         serve(*model_flags.opened(processes.num_processes if processes else 1), held)
     return 0

@@ -110,6 +110,14 @@ class Tokenizer:
         # The library's `encode` holds Python's lock, and a server's event loop with it: 52 s for 30 MB.
         return _encoded(self._backend, [text], True)[0].ids
 
+    @functools.cached_property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """What `encode_prompt` puts before and behind a text."""
+        plain, whole = self.encode("a"), self.encode_prompt("a")
+        size = len(plain)
+        at = next((i for i in range(len(whole) - size + 1) if whole[i : i + size] == plain), None)
+        return ([], []) if at is None else (whole[:at], whole[at + size :])
+
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts, one behind the other, with what the tokenizer puts around such."""
         return self._backend.encode(first, second).ids

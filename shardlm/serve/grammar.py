@@ -5,8 +5,9 @@ llguidance's (https://github.com/guidance-ai/llguidance); this file owns the tok
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import llguidance
 import numpy as np
@@ -22,6 +23,15 @@ Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's JSON mode
 # Between the parts of a JSON text. Without an end, weak models write white space for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+_OPTIONS, _LENIENT = "x-guidance", "lenient"  # llguidance's own word in a schema
+_TOLD = 32  # lines of the log
+
+
+def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, of which a reply is not held to what is not supported: as OpenAI's schemas without `strict`, which
+    pydantic's sets (uniqueItems), zod's records (propertyNames) and addresses (look-around) need."""
+    own = schema.get(_OPTIONS)
+    return {**schema, _OPTIONS: {_LENIENT: True, **own} if isinstance(own, Mapping) else {_LENIENT: True}}
 
 
 class Grammar:
@@ -82,6 +92,7 @@ class GrammarCompiler:
         self._special = tokenizer.special_ids
         self._threads = llguidance.LLExecutor()
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._told: set[str] = set()  # of what schemas ask for and replies are not held to
 
     def compile(self, kind: Kind, source: str | dict | Sequence[str]) -> Grammar:
         """A grammar at its beginning. Takes 1 ms for a usual schema, up to a second for the largest that are allowed.
@@ -92,19 +103,35 @@ class GrammarCompiler:
         Raises: ShardlmError, for the client, if it is malformed, asks for what is not supported, or allows no text.
         """
         try:
-            form = _lowered(kind, source, self._special)
-            matcher = llguidance.LLMatcher(self._tokens, form, log_level=0, limits=self._limits)
-            matcher.compute_bitmask()  # some limits are met here first, and this step is the slowest
-            wrong = _problem(matcher)
+            matcher = self._matcher(_lowered(kind, source, self._special))
+            if (wrong := _problem(matcher)) and kind == "json_schema" and _is_lenient(source):
+                left: list[str] = []
+                matcher = self._matcher(_lowered(kind, _without(source, _no_automaton, left), self._special))
+                self._tell(f"the {one}" for one in left)
+                wrong = _problem(matcher)
+            self._tell(matcher.get_grammar_warnings())
         except ValueError as error:
             wrong = str(error)
         if wrong:
             shown = source if isinstance(source, str) else json.dumps(source)
+            looser = ", leave out strict=true where a request has it" if kind == "json_schema" else ""
             raise ShardlmError(
-                f"the {kind} {shown[:200]!r} cannot be compiled: {wrong}. Correct it or use what "
+                f"the {kind} {shown[:200]!r} cannot be compiled: {wrong}. Correct it{looser} or use what "
                 "https://github.com/guidance-ai/llguidance/tree/main/docs says is supported"
             )
         return Grammar(matcher)
+
+    def _matcher(self, form: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokens, form, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()  # some limits are met here first, and this step is the slowest
+        return matcher
+
+    def _tell(self, left: Iterable[str]) -> None:
+        """Each once, up to _TOLD of what any client may make up."""
+        for one in left:
+            if one not in self._told and len(self._told) < _TOLD:
+                self._told.add(one)
+                logging.warning("replies are not held to all of a schema without strict=true: %.200s", one)
 
     def fill(self, masks: np.ndarray, grammars: Iterable[tuple[int, Grammar]]) -> dict[int, str]:
         """Writes the tokens that may come next into rows of masks int32 [B, ceil(vocab_size / 32)].
@@ -122,6 +149,7 @@ def _lowered(kind: Kind, source, special: Mapping[str, int]) -> str:
     if kind == "structural_tag":
         return llguidance.LLMatcher.grammar_from_lark(lark_of(source, special, _WHITESPACE))
     if kind == "json_schema":
+        source = source if isinstance(source, str) else _without(source, _asks_nothing, [])
         return llguidance.LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _WHITESPACE})
     if kind == "choice":
         if isinstance(source, str) or not source or not all(isinstance(one, str) for one in source):
@@ -133,6 +161,46 @@ def _lowered(kind: Kind, source, special: Mapping[str, int]) -> str:
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(source)
     return llguidance.LLMatcher.grammar_from_lark(lark_from_gbnf(source) if is_gbnf(source) else source)
+
+
+def _is_lenient(schema: str | Mapping[str, Any]) -> bool:
+    options = schema.get(_OPTIONS) if isinstance(schema, Mapping) else None
+    return isinstance(options, Mapping) and options.get(_LENIENT) is True
+
+
+def _without(schema: Any, drops: Callable[[str, Any], bool], left: list[str]) -> Any:
+    """A schema without the members that `drops`, which are added to `left`; as it is where it is nested too deeply, of
+    which llguidance tells."""
+    try:
+        return _stripped(schema, drops, left)
+    except RecursionError:
+        return schema
+
+
+def _stripped(schema: Any, drops: Callable[[str, Any], bool], left: list[str]) -> Any:
+    if isinstance(schema, list):
+        return [_stripped(one, drops, left) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    dropped = {key for key, value in schema.items() if drops(key, value)}
+    left += [f"{key} {schema[key]}" for key in schema if key in dropped]
+    return {key: _stripped(value, drops, left) for key, value in schema.items() if key not in dropped}
+
+
+def _asks_nothing(key: str, value: Any) -> bool:
+    """Names are texts in any JSON: zod says so of each record, and the AI SDK asks for that strictly. LangChain gives
+    it a title."""
+    if key != "propertyNames" or not isinstance(value, Mapping):
+        return False
+    return value.get("type", "string") == "string" and not value.keys() - {"type", "title", "description"}
+
+
+def _no_automaton(key: str, value: Any) -> bool:
+    """Of a pattern that looks around, as zod's of an address does, which no automaton of llguidance's reads."""
+    if key != "pattern" or not isinstance(value, str):
+        return False
+    form = llguidance.LLMatcher.grammar_from_json_schema({"type": "string", "pattern": value})
+    return bool(llguidance.LLMatcher.validate_grammar(form))
 
 
 def _problem(matcher: llguidance.LLMatcher) -> str:

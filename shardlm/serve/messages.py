@@ -70,9 +70,11 @@ def _message(message: Message, param: str, developer: bool, sees: bool, watches:
         raise BadMessage(f"{param}.role={role!r} must be a text, such as user", f"{param}.role")
     if role == "developer" and not developer:
         role = "system"  # its older name, which templates know
+    role = "tool" if role == "function" else role  # calls of before there were several in a message, and their results
     known = {**message, "role": role, "content": message.get("content")}
     known["content"] = content_of(known["content"], f"{param}.content", sees, watches)
-    if calls := message.get("tool_calls"):
+    older = known.pop("function_call", None)
+    if calls := message.get("tool_calls") or (older and [{"type": "function", "function": older}]):
         known["tool_calls"] = _calls(calls, f"{param}.tool_calls")
     elif known["content"] is None:
         known["content"] = ""  # as of a reply that was all thought: clients send it back, and templates want a text

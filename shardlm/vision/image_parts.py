@@ -120,7 +120,9 @@ def _kind(part: Any) -> Any:
 
 
 def _text_of(part: Any) -> str | None:
-    """None: it is no text."""
+    """None: it is no text. A text among parts is one to vLLM too."""
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
     return text if isinstance(text, str) else None

@@ -9,7 +9,7 @@ import pytest
 
 from shardlm.errors import ShardlmError
 from shardlm.ops.batch_sampling import RowSettings, sample_rows
-from shardlm.serve.grammar import ANY_OBJECT, GrammarCompiler
+from shardlm.serve.grammar import ANY_OBJECT, GrammarCompiler, lenient
 from shardlm.tokenizer import train_bpe
 
 TOKENIZER = train_bpe(['{"name": "ab", "age": 12, "tags": ["x", "y"]}\n true né日🙂'] * 8, 300)
@@ -179,3 +179,55 @@ def test_what_cannot_be_compiled_is_refused(kind, source, problem):
 def test_a_tokenizer_that_does_not_fit_is_refused(vocab, stop_ids):
     with pytest.raises(ShardlmError, match=rf"at most vocab_size={vocab} ids.*at least one stop token.*own tokenizer"):
         GrammarCompiler(TOKENIZER, vocab, stop_ids)
+
+
+def test_schemas_that_are_not_strict_are_held_to_what_is_supported(caplog):
+    """pydantic's sets, zod's records and addresses, formats of one's own, in one schema."""
+    address = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+$"}
+    members = {
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "counts": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+        "data": {"type": "string", "format": "binary"},
+        "to": {"anyOf": [address, {"type": "null"}]},
+        "pattern": {"type": "string", "pattern": "^a+$"},
+    }
+    schema = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+    grammars = GrammarCompiler(TOKENIZER, VOCAB, [STOP])
+    with pytest.raises(ShardlmError, match=r"cannot be compiled: .*(uniqueItems|propertyNames|binary)"):
+        grammars.compile("json_schema", schema)
+    for _ in range(2):
+        grammar = grammars.compile("json_schema", lenient(schema))
+    said = '{"tags":["x","x"],"counts":{"x":1},"data":"x","to":"..@x","pattern":"aa"}'
+    grammar.consume(TOKENIZER.encode(said))
+    assert grammar.may_stop
+    with pytest.raises(ShardlmError, match="do not continue"):
+        grammars.compile("json_schema", lenient(schema)).consume(TOKENIZER.encode(said.replace('"aa"', '"b"')))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(set(lines)) == 3 and all("without strict=true" in line for line in lines)
+    assert any(r"the pattern ^(?!\.)[a-z.]+@[a-z]+$" in line for line in lines)
+    own = {**schema, "x-guidance": {"lenient": False}}
+    with pytest.raises(ShardlmError, match="cannot be compiled"):
+        grammars.compile("json_schema", lenient(own))
+
+
+def test_names_that_must_be_texts_are_nothing_that_is_asked_for():
+    """zod says so of records, which the AI SDK asks for with strict=true."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"a": {"anyOf": [record, {"type": "null"}]}}, "required": ["a"]}
+    grammar = COMPILER.compile("json_schema", schema)
+    grammar.consume(TOKENIZER.encode('{"a": {"x": 1}}'))
+    assert grammar.may_stop
+    record["propertyNames"]["title"] = "LangChain's"
+    COMPILER.compile("json_schema", schema)
+    record["propertyNames"]["pattern"] = "x"
+    with pytest.raises(ShardlmError, match=r"propertyNames.* leave out strict=true where a request has it or use what"):
+        COMPILER.compile("json_schema", schema)
+
+
+def test_schemas_that_are_nested_too_deeply_are_refused():
+    schema = {"type": "integer"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    for one in (schema, lenient(schema)):
+        with pytest.raises(ShardlmError, match="cannot be compiled: recursion limit exceeded"):
+            COMPILER.compile("json_schema", one)

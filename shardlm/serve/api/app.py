@@ -44,7 +44,7 @@ from shardlm.serve.api.protocol import (
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
-from shardlm.serve.api.responses import responses
+from shardlm.serve.api.responses import input_tokens, responses
 from shardlm.serve.api.scores import rerank, score
 from shardlm.serve.api.service import Service
 from shardlm.serve.api.settings import Settings
@@ -56,6 +56,7 @@ POSTS = {
     "/v1/chat/completions": (ChatRequest, chat),
     "/v1/completions": (CompletionRequest, completions),
     "/v1/responses": (ResponsesRequest, responses),
+    "/v1/responses/input_tokens": (ResponsesRequest, input_tokens),
     "/v1/messages": (MessagesRequest, messages),
     "/v1/messages/count_tokens": (CountTokensRequest, count_tokens),
     "/v1/embeddings": (EmbeddingsRequest, embeddings),
@@ -74,7 +75,8 @@ ADMIN = {
 }
 # The same, asked for in the address; the second is SGLang's name.
 ADMIN_BY_ADDRESS = dict.fromkeys(("/reset_prefix_cache", "/flush_cache"), (ResetPrefixCache, reset_prefix_cache))
-UNLOADED = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")  # of POSTS, those that leave the devices alone
+# Of POSTS, those that leave the devices alone.
+UNLOADED = ("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize")
 # Without a client's key.
 OPEN = ("/", "/health", "/ping", "/ready", "/version", "/metrics", "/load", "/openapi.json", *ADMIN, *ADMIN_BY_ADDRESS)
 
@@ -127,7 +129,7 @@ class _About:
         return json_response(listed([self._model(name) for name in names]))
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name = self._service.known(request.path_params["name"])
         self._service.adapter_of(name)
         return json_response(self._model(name))
 

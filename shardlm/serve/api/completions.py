@@ -16,7 +16,8 @@ from shardlm.serve.sampling_params import SamplingParams
 
 
 async def completions(call: Call, request: CompletionRequest) -> dict[str, Any] | Events:
-    prompts = prompts_of(request.prompt, "prompt")
+    blank = request.add_special_tokens is not False and any(call.service.llm.tokenizer.ends)
+    prompts = prompts_of(request.prompt, "prompt", blank)
     params = _params(call, request)
     writer = _Writer(call, request, params.n, prompts)
     given = prompts if request.add_special_tokens is not False else await _plain(call, prompts, params)

@@ -12,6 +12,7 @@ from shardlm.serve.messages import Message, rendered
 from shardlm.serve.prompts import check_length
 from shardlm.vision.image_parts import BadMessage, has_media, plain_text
 
+THINKING = ("enable_thinking", "thinking")  # of templates, which know one of these
 _LATER = "what is said later"
 
 

@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shardlm.serve.api.conversation import THINKING
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.message_images import Said, image_part, joined
 from shardlm.serve.api.message_tools import chat_choice, functions, parallel
@@ -20,7 +21,6 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
 }
 _THOUGHTS = "reasoning_content"  # of a message, as templates know them
-_THINKING = ("enable_thinking", "thinking")  # of templates, which know one of these
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -37,7 +37,7 @@ def chat_request(
     """
     messages = _messages(request, later_system, sees)
     kind, budget = _thinking(request.thinking)
-    options = {} if kind is None else dict.fromkeys(_THINKING, kind != "disabled")
+    options = {} if kind is None else dict.fromkeys(THINKING, kind != "disabled")
     given = {name: getattr(request, name) for name in EXTRAS}
     given["chat_template_kwargs"] = options | (request.chat_template_kwargs or {}) or None
     if bounds_thoughts and given["thinking_token_budget"] is None:

@@ -16,6 +16,7 @@ from shardlm.serve.api.errors import ApiError
 
 T = TypeVar("T", bound=msgspec.Struct)
 Json = dict[str, Any]
+Side = Literal["left", "right"]  # of a text, where it is cut off
 Prompt = str | list[str | int | list[int]]  # one text, texts, token ids, lists of token ids
 # An escape of half a character: the first half that no second one follows, or a second one that follows no first.
 _HALF = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..")
@@ -70,6 +71,7 @@ class Sampled(Common, kw_only=True):
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     priority: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -202,6 +204,7 @@ class PooledRequest(Common, kw_only=True):
     mm_processor_kwargs: Json | None = None
     chat_template: str | None = None  # refused, as in a chat
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
@@ -238,6 +241,7 @@ class ScoreRequest(Common, kw_only=True):
     data_1: str | list[str] | None = None
     data_2: str | list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     use_activation: bool | None = None
 
 
@@ -249,6 +253,7 @@ class RerankRequest(Common, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
     use_activation: bool | None = None
 
 
@@ -348,8 +353,9 @@ def _integers(model: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(field.name for field in fields if field.type is int or int in get_args(field.type))
 
 
-def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
-    """One text or list of token ids for each prompt. Raises ApiError for a mixture and for what is empty."""
+def prompts_of(prompt: Prompt, param: str, blank: bool = False) -> Sequence[str | list[int]]:
+    """One text or list of token ids for each prompt. `blank`: texts may be empty, as the tokenizer puts something at
+    their ends. Raises ApiError for a mixture and for what is empty."""
     kinds = set() if isinstance(prompt, str) else set(map(type, prompt))  # of 16 million tokens in 0.3 s
     if kinds <= {int}:
         prompts = [prompt]
@@ -357,6 +363,9 @@ def prompts_of(prompt: Prompt, param: str) -> Sequence[str | list[int]]:
         prompts = prompt
     else:
         raise ApiError(f"{param} mixes texts and tokens; it is a text, token ids, or a list of one kind", param=param)
-    if not all(prompts):
+    if not prompts:
         raise ApiError(f"{param} is empty; give at least one token of text", param=param)
+    if not all(prompts) and (empty := [i for i, one in enumerate(prompts) if not one and not (blank and one == "")]):
+        which = param if isinstance(prompt, str) else f"{param}[{empty[0]}]"
+        raise ApiError(f"{which} is empty; give at least one token of text", param=param)
     return prompts

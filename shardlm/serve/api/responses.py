@@ -1,4 +1,5 @@
-"""/v1/responses, as far as a server that remembers nothing can answer it: text, thoughts and calls of functions.
+"""/v1/responses and /v1/responses/input_tokens, as far as a server that remembers nothing can answer them: text,
+thoughts and calls of functions.
 
 The answer is a list of items. Streamed, each is announced, grows, and is told again when it is done.
 """
@@ -16,7 +17,7 @@ from shardlm.serve.api.protocol import ResponsesRequest
 from shardlm.serve.api.response_tools import left_out, offered, shown
 from shardlm.serve.api.service import Call
 from shardlm.serve.api.truncation import fitting
-from shardlm.serve.api.turns import Asked, Part, Turn, begin
+from shardlm.serve.api.turns import Asked, Part, Turn, begin, prompt_length
 from shardlm.serve.outputs import RequestOutput
 
 Event = dict[str, Any]
@@ -35,6 +36,15 @@ async def responses(call: Call, request: ResponsesRequest) -> dict[str, Any] | E
     async for event in turn:
         last = event
     return last["response"]
+
+
+async def input_tokens(call: Call, request: ResponsesRequest) -> dict[str, Any]:
+    """As OpenAI's /v1/responses/input_tokens: of the whole prompt, however long it is."""
+    try:
+        count = await prompt_length(call, items.chat_request(request, call.service.sees), any_length=True)
+    except ApiError as error:
+        raise renamed(error, items.NAMES) from None
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 async def _turn(writer: "_Writer", replies: AsyncIterator[RequestOutput], asked: Asked) -> AsyncIterator[Event]:
@@ -113,7 +123,7 @@ class _Writer:
             yield {"type": "response.output_text.delta", **self._where(block), "delta": step.new, "logprobs": new}
         elif block.kind == "thought":
             yield {"type": "response.reasoning_text.delta", **self._where(block), "delta": step.new}
-        elif not self._is_custom(block):
+        elif step.new and not self._is_custom(block):  # LiteLLM's reader ends at one that brings nothing
             yield {"type": "response.function_call_arguments.delta", **self._where(block), "delta": step.new}
 
     def _begins(self, block: Block) -> Iterator[Event]:

@@ -9,7 +9,7 @@ from shardlm.errors import ShardlmError
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.protocol import PooledRequest, Sampled
 from shardlm.serve.beam_search import BeamSearchParams
-from shardlm.serve.grammar import ANY_OBJECT
+from shardlm.serve.grammar import ANY_OBJECT, lenient
 from shardlm.serve.sampling_params import SamplingParams, StructuredOutputs
 
 # Fields that go through as they are, where they are given.
@@ -58,6 +58,9 @@ def sampling_params(
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is for streams; ask with stream=true", param="stream_options")
     check_order(request)
+    if request.truncate_prompt_tokens is not None and request.truncation_side == "right":
+        message = "truncation_side=right is for what is embedded; a reply goes on from the prompt's end: leave it out"
+        raise ApiError(message, param="truncation_side")
     if request.request_id is not None and len(request.request_id) > _SALT:
         raise ApiError(f"request_id has {len(request.request_id)} characters, above {_SALT}", param="request_id")
     if request.length_penalty is not None and not request.use_beam_search:
@@ -148,6 +151,6 @@ def from_format(wish: Mapping[str, Any], param: str = "response_format") -> Stru
     if not isinstance(schema, Mapping):
         raise ApiError(f"{param} of type json_schema has no schema, which is an object", param=param)
     try:
-        return StructuredOutputs(json=schema)
+        return StructuredOutputs(json=schema if holder.get("strict") is True else lenient(schema))
     except ShardlmError as error:
         raise ApiError(str(error), param=param) from None

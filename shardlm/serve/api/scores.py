@@ -47,8 +47,9 @@ async def _scores(
 ) -> tuple[list[float], int]:
     """(one of each pair, tokens of all that was read); `left` has one text for all, or one for each."""
     classifier, truncate = call.service.llm.pooling.classifier, request.truncate_prompt_tokens
+    side = request.truncation_side or "right"
     if classifier is None:
-        vectors, total = await vectors_of(call, [*left, *right], truncate)
+        vectors, total = await vectors_of(call, [*left, *right], truncate, side=side)
         return await asyncio.to_thread(_cosines, vectors[: len(left)], vectors[len(left) :]), total
     if len(classifier.labels) != 1:
         count = len(classifier.labels)
@@ -56,7 +57,7 @@ async def _scores(
     encode = call.service.llm.tokenizer.encode_pair
     pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
     ids = [await asyncio.to_thread(encode, *pair) for pair in pairs]
-    vectors, total = await vectors_of(call, ids, truncate)
+    vectors, total = await vectors_of(call, ids, truncate, side=side)
     return [classifier.classes(vector, request.use_activation is not False)[0] for vector in vectors], total
 
 

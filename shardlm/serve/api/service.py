@@ -14,6 +14,7 @@ from shardlm.serve.adapter_table import Adapter, LoRARequest
 from shardlm.serve.api.errors import ApiError, no_model
 from shardlm.serve.api.http import Serving
 from shardlm.serve.api.metrics import Clock, Metrics
+from shardlm.serve.api.ollama.names import listed_as
 from shardlm.serve.api.reasoning.choose import bounded, choose
 from shardlm.serve.api.settings import Settings
 from shardlm.serve.beam_search import BeamSearchParams
@@ -73,11 +74,16 @@ class Service(Serving):
     def adapter_of(self, name: str | None) -> LoRARequest | None:
         """The adapter of a model's name, if it is one's; none named is the model itself. Raises ApiError for a model
         that is not here."""
-        if name is None or name in self.names:
+        own = None if name is None else self.known(name)
+        if own is None or own in self.names:
             return None
-        if name in self.adapters:
-            return LoRARequest(name)
+        if own in self.adapters:
+            return LoRARequest(own)
         raise no_model(name, [*self.names, *self.adapters])
+
+    def known(self, name: str) -> str:
+        """The model's name, or an adapter's, where a client calls it as Ollama lists it."""
+        return listed_as(name, [*self.names, *self.adapters])
 
     def leave_out(self, kinds: Sequence[str], said: str = _TOOLS) -> None:
         """Tools of these kinds were offered and the model is not told of them, or what `said` says of such a kind: they

@@ -191,7 +191,7 @@ def _check(request: ChatRequest) -> None:
             raise ApiError(f"{name} is not supported; {instead}", param=name)
     if set(request.modalities or ()) - {"text"}:
         raise ApiError(f"modalities={request.modalities} must be text alone", param="modalities")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:  # 0, which some clients always send, asks for nothing
         raise ApiError(f"top_logprobs={request.top_logprobs} needs logprobs=true", param="top_logprobs")
 
 
@@ -213,8 +213,11 @@ def _params(call: Call, request: ChatRequest, tools: Tools) -> SamplingParams:
 
 
 def _options(request: ChatRequest) -> dict:
-    """What goes to the template."""
+    """What goes to the template. An effort turns thinking on, and "none" off, as in vLLM: some templates know no
+    efforts, and some think only where they are told to."""
     options = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None and not options.keys() & set(conversation.THINKING):
+        options |= dict.fromkeys(conversation.THINKING, request.reasoning_effort != "none")
     for name in ("reasoning_effort", "documents"):
         if (value := getattr(request, name)) is not None:
             options.setdefault(name, value)

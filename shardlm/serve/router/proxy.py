@@ -16,7 +16,7 @@ from shardlm.serve.api.endpoint import last_words
 from shardlm.serve.api.errors import ApiError, as_api_error, unavailable, unforeseen
 from shardlm.serve.api.http import Gone, error_response, read_body, send_within, until_gone
 from shardlm.serve.api.ollama import errors as ollama_errors
-from shardlm.serve.api.ollama.names import known_as
+from shardlm.serve.api.ollama.names import known_as, listed_as
 from shardlm.serve.router.fleet import SILENT, Replica
 from shardlm.serve.router.prompt import Hints, hints
 from shardlm.serve.router.service import Router
@@ -52,8 +52,9 @@ class Proxy:
             body = await read_body(scope, receive, settings.max_body, settings.read_seconds)
             asked = Asked(scope["method"], _target(scope), scope["headers"], body)
             wish = hints(body) if body else Hints(_model_of(scope["path"]))
-            if wish.model is not None and ollama_errors.is_ollamas(scope["path"]):
-                known = known_as(wish.model, router.fleet.models())
+            if wish.model is not None:
+                named = known_as if ollama_errors.is_ollamas(scope["path"]) else listed_as
+                known = named(wish.model, router.fleet.models())
                 wish = dataclasses.replace(wish, model=known or wish.model)
             await until_gone(receive, passage.run(asked, wish))
         except Gone:

@@ -73,7 +73,7 @@ class FakeLLM:
     async def generate(self, prompt, params, *, request_id, priority=0, salt="", lora_request=None):
         given = given_with(prompt)
         prompt = prompt["prompt_token_ids"] if given.media else prompt
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
         ids, pictures = with_images(self.images, ids, given, self.max_model_len)
         self.pictures.append(pictures)
         kept = ids[-(params.truncate_prompt_tokens or len(ids)) :]

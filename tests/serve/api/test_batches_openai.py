@@ -169,6 +169,7 @@ def test_lists_have_pages_and_files_go(served):
     _, client = served
     made = [sent(client, line("a"), name=f"{n}.jsonl") for n in range(5)]
     assert [file.filename for file in client.files.list(limit=2)] == [f"{n}.jsonl" for n in range(4, -1, -1)]
+    assert [file.filename for file in client.files.list(limit=2, order="asc")] == [f"{n}.jsonl" for n in range(5)]
     page = client.files.list(limit=2, after=made[3].id)
     assert [file.id for file in page.data] == [made[2].id, made[1].id] and page.has_more
     assert client.files.delete(made[0].id).deleted and client.files.retrieve(made[1].id).bytes == len(line("a"))
@@ -194,6 +195,8 @@ def test_what_is_refused(served, monkeypatch):
             ask("no")
     with pytest.raises(openai.BadRequestError, match="limit=0 must be a number from 1"):
         client.batches.list(limit=0)
+    with pytest.raises(openai.BadRequestError, match="order=up must be asc or desc"):
+        client.files.list(order="up")
     with pytest.raises(openai.BadRequestError, match="after=no is not in this list"):
         client.files.list(after="no")
     llm.delay = 1000

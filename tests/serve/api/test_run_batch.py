@@ -79,6 +79,7 @@ def test_each_address_answers_as_the_server_does(tmp_path):
         "/v1/chat/completions": CHAT,
         "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 1},
         "/v1/responses": {"input": "hi", "max_output_tokens": 3},
+        "/v1/responses/input_tokens": {"input": "hi"},
         "/v1/messages": {"model": "fake", "max_tokens": 3, "messages": CHAT["messages"]},
         "/v1/messages/count_tokens": {"model": "fake", "messages": CHAT["messages"]},
         "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "base64"},

@@ -106,6 +106,13 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_opened():
     assert done.returncode == 1 and f"cannot listen at 127.0.0.1 port {port}" in done.stderr, done.stderr
 
 
+def test_a_folder_of_batches_that_cannot_be_is_said_before_a_model_is_opened(tmp_path):
+    (file := tmp_path / "file").touch()
+    words = ["-m", "launch.serve", "--model=nothing", "--port=0", f"--batch_dir={file}"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 1 and f"error: batch_dir={file} cannot be used: File exists" in done.stderr, done.stderr
+
+
 def test_flags_of_vllm_are_told_their_names():
     said = {
         "--tensor-parallel-size=2": "error: there is no flag --tensor-parallel-size; here it is --tensor\n",

@@ -116,9 +116,12 @@ async def _body(request: Request, most: int, seconds: float) -> bytes:
 
 
 def _listed(found: list[Record], request: Request) -> Response:
-    """A page, the newest first: of `limit` entries, those that follow `after`. Raises ApiError."""
+    """A page, the newest first but by order=asc: of `limit` entries, those that follow `after`. Raises ApiError."""
     asked = request.query_params
-    limit, found = asked.get("limit", "20"), found[::-1]
+    limit, order = asked.get("limit", "20"), asked.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(f"order={order:.50} must be asc or desc", param="order")
+    found = found if order == "asc" else found[::-1]
     if not limit.isdecimal() or int(limit) < 1:
         raise ApiError(f"limit={limit:.50} must be a number from 1", param="limit")
     if purpose := asked.get("purpose"):

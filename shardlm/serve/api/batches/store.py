@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shardlm.errors import ShardlmError
-from shardlm.files import cannot_write, write_atomically
+from shardlm.files import write_atomically
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.http import encode
 
@@ -40,7 +40,8 @@ class Store:
             self._lock.close()
             raise ShardlmError(f"batch_dir={folder} is another server's; give each its own") from None
         except OSError as error:
-            raise cannot_write(self._folder, error) from None
+            said = f"batch_dir={folder} cannot be used: {error.strerror or error}; name a folder that can be written"
+            raise ShardlmError(said) from None
 
     def content(self, id: str) -> pathlib.Path:
         return self._folder / f"{id}.jsonl"

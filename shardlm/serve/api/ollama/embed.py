@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardlm.serve.api import conversation
 from shardlm.serve.api.errors import ApiError
 from shardlm.serve.api.ollama import options
 from shardlm.serve.api.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
@@ -46,9 +45,4 @@ async def _vectors(call: Call, texts: Sequence[str], truncate: bool) -> tuple[Se
     """`truncate`: of a text that is too long the beginning is read, as Ollama has it."""
     if not texts:
         return [], 0
-    if not truncate:
-        return await vectors_of(call, texts, None)
-    service, most = call.service, call.service.llm.max_model_len
-    encode = service.llm.tokenizer.encode_prompt
-    ids = [(await conversation.tokens(service, text, encode, True))[:most] for text in texts]
-    return await vectors_of(call, ids, None)
+    return await vectors_of(call, texts, -1 if truncate else None)

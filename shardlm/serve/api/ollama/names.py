@@ -19,6 +19,13 @@ def known_as(name: str, here: Iterable[str]) -> str | None:
     return next((one for one in names if _full(one) == _full(name)), None)
 
 
+def listed_as(name: str, here: Iterable[str]) -> str:
+    """Which of the names that are here is listed as this by Ollama, whose clients ask OpenAI's paths by it as well (VS
+    Code's Copilot Chat does); others as they are."""
+    names = list(here)
+    return name if name in names else next((one for one in names if tagged(one) == name), name)
+
+
 def _full(name: str) -> str:
     name = name.casefold()
     for usual in _USUAL:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from shardlm.serve.api.conversation import THINKING
 from shardlm.serve.api.errors import ApiError, as_api_error, renamed
 from shardlm.serve.api.ollama.protocol import Written
 from shardlm.serve.api.protocol import Json, converted
@@ -108,7 +109,7 @@ def thinking(service: Service, request: Written) -> dict[str, Any]:
     if think and service.reasoning is None:
         raise ApiError(f'"{request.model}" does not support thinking', param="think")
     effort = _EFFORTS[think] if isinstance(think, str) else None
-    options = dict.fromkeys(("enable_thinking", "thinking"), bool(think))
+    options = dict.fromkeys(THINKING, bool(think))
     return {"chat_template_kwargs": options, "reasoning_effort": effort, "include_reasoning": bool(think)}
 
 

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlm.serve.api.tools.reader import CallDelta, CallReader
+from shardlm.serve.grammar import lenient
 
 _ANY = {"type": "object"}
 
 
 def one_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """The reply is the arguments of this function."""
-    return dict(function.get("parameters") or _ANY)
+    return _held(dict(function.get("parameters") or _ANY), [function])
 
 
 def any_schema(functions: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
@@ -19,12 +20,17 @@ def any_schema(functions: Sequence[Mapping[str, Any]], most: int | None) -> dict
     calls = []
     for number, function in enumerate(functions):
         own = f"arguments{number}"
-        arguments[own] = _moved(one_schema(function), f"#/$defs/{own}")
+        arguments[own] = _moved(function.get("parameters") or _ANY, f"#/$defs/{own}")
         members = {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{own}"}}
         required = ["name", "arguments"]
         calls.append({"type": "object", "properties": members, "required": required, "additionalProperties": False})
     limit = {} if most is None else {"maxItems": most}
-    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": arguments}
+    return _held({"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": arguments}, functions)
+
+
+def _held(schema: dict[str, Any], functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All of it where a function is strict, which without a word it is not in chats."""
+    return schema if any(function.get("strict") is True for function in functions) else lenient(schema)
 
 
 def _moved(schema: Any, to: str) -> Any:
