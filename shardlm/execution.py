@@ -52,7 +52,7 @@ def weight_format_of(
     served: Mesh | None,
 ) -> WeightFormat:
     """What projections are held in, of a model that is `served` on a mesh or not, and whose weights are a run's or not.
-    Not asked for, weights in few bits are served on GPUs as their file has them."""
+    Not asked for, weights in few bits are served as their file has them."""
     if lora.base == PUBLISHED:
         rules = serving_rules(shape, spec) if served else Rules.make("zero3", spec).fitting(shape.widths())
         return frozen_as_published(source, shape, rules)
@@ -64,7 +64,7 @@ def weight_format_of(
         return asked
     of_file = isinstance(source, Pretrained) and not run  # a run from such weights has its own, in full
     method = supported(source.options) if of_file else ""
-    if asked is None and (not method or served is None or served.devices.flat[0].platform == "cpu"):
+    if asked is None and (not method or served is None):
         return "dtype"
     rules = serving_rules(shape, spec)
     kinds = kinds_in(Folder.open(source.folder), shape, rules) if method else {}

@@ -128,10 +128,10 @@ def test_scores_on_a_mesh(folders, name, mesh):
 
 
 def test_what_is_chosen(folders, tmp_path):
-    """On a CPU nothing is held so unless it is asked for."""
+    """As it is held in the file, where it is served."""
     _, few = folders("gpt_oss")
-    assert load(few.path, decoding=True).model.execution.weights == "dtype"
-    kept = load(few.path, decoding=True, quantization="checkpoint").model.execution.weights
+    assert load(few.path).model.execution.weights == "dtype"
+    kept = load(few.path, decoding=True).model.execution.weights
     assert isinstance(kept, AsPublished) and set(kept.by_key) == {"experts.gate", "experts.up", "experts.down"}
     halved = load(few.path, decoding=True, quantization="checkpoint", mesh=MeshSpec(tensor=4)).model
     assert halved.execution.weights.by_key["experts.down"].longest == 16 and not kept.left
