@@ -12,6 +12,7 @@ import pytest
 
 from shardlm.checkpoint import CheckpointConfig
 from shardlm.checkpoint_messages import SaveFailed
+from shardlm.metrics.goodput import Goodput
 from shardlm.reinforce.rollouts import Rollouts
 from shardlm.train.config import TrainConfig
 from shardlm.train.faults import StopSignal
@@ -150,10 +151,10 @@ def test_a_run_goes_on_without_a_checkpoint_and_ends_with_the_second_in_a_row(ho
 class Preempted(Recorded):
     """Evaluated after step 2, in six batches, of which it is told at one to stop."""
 
-    def __init__(self, at, **how):
-        super().__init__(due=lambda step: False, **how)
+    def __init__(self, at, name="SIGTERM"):
+        super().__init__()
         self.program.config.train = TrainConfig(steps=4, eval_every=2)
-        self.at, self.batches = at, 0
+        self.at, self.by, self.batches = at, name, 0
 
     def _evaluated(self, params, frozen, stops):
         for batch in range(6):
@@ -161,7 +162,7 @@ class Preempted(Recorded):
                 return {}
             self.batches += 1
             if batch == self.at:
-                self.stop.name = "SIGTERM"
+                self.stop.name = self.by
         return super()._evaluated(params, frozen, stops)
 
 
@@ -175,6 +176,19 @@ def test_a_signal_ends_an_evaluation_after_its_batch_and_the_run_is_saved():
     assert run.batches == 4 and run.events[-1] == "seen 2"
     assert saved(run) == [(2, {})] and not run.log.write.called
     assert run.stop.told and run.validation == {}
+
+
+@pytest.mark.parametrize(("by", "down"), [("SIGTERM", 490.0), ("SIGINT", 0.0)])
+def test_a_run_that_its_scheduler_stopped_is_down_until_it_goes_on(tmp_path, monkeypatch, by, down):
+    """A pause of its user is none of its time."""
+    clock = [1000.0]
+    monkeypatch.setattr("shardlm.metrics.goodput.time.time", lambda: clock[0])
+    run = Preempted(3, by)
+    with Goodput(tmp_path, step=0, started=1000.0) as run.goodput:
+        run.go()
+    clock[0] = 1490.0
+    with Goodput(tmp_path, step=2, started=1490.0) as again:
+        assert again.summary().seconds["down"] == down
 
 
 def test_an_evaluation_that_is_done_when_the_signal_comes_counts():

@@ -4,6 +4,7 @@ reports the one before it, unless the next batch is made with what it comes to."
 import contextlib
 import dataclasses
 import pathlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,7 +76,7 @@ def train(
             run.say(report.opening(program, task.described(source), changes, run.step))
             state = run.until_done_or_stopped(stop)
             if stop.told:
-                run.say(report.stopped(stop.name, run.step, checkpoints.directory, command))
+                report.stopped(run, stop.name, command)
                 return stop.status
             report.finished(run, state, command)
     return 0
@@ -200,7 +201,8 @@ class Run:
         with self.goodput.measure("checkpoint"):
             self.checkpoints.wait()
         stop.agree()  # of one who is told now, before what all of them do at the end of a run
-        self.goodput.stop()
+        if stop.told != signal.SIGTERM:  # else the run is down until it is started again
+            self.goodput.stop()
         return self.state
 
     def save(self, step: int, metrics: dict[str, float], last: bool) -> None:
