@@ -148,6 +148,19 @@ def test_a_run_goes_on_without_a_checkpoint_and_ends_with_the_second_in_a_row(ho
     ]
 
 
+def test_what_one_process_alone_knows_ends_the_run():
+    """The others wait for it; of what all know, as of one process, the run goes on (above)."""
+
+    class Theirs(Disk):
+        def save(self, step, *_):
+            error = SaveFailed(f"Checkpoint {step} could not be written.", "Free some space.")
+            error.everywhere = False
+            raise error
+
+    with pytest.raises(SaveFailed, match="Checkpoint 2 could not be written"):
+        Recorded(steps=8, checkpoints=Theirs()).go()
+
+
 class Preempted(Recorded):
     """Evaluated after step 2, in six batches, of which it is told at one to stop."""
 

@@ -208,7 +208,8 @@ class Run:
 
     def save(self, step: int, metrics: dict[str, float], last: bool) -> None:
         """Begins to save. One that fails costs no step: the run goes on, with a warning, and ends with the second in a
-        row or with its `last`. In a job of several processes, of which one alone may know, it ends with the first.
+        row or with its `last`. In a job of several processes it ends with the first that one alone knows of, which
+        failed while it was written; a disk that has no room is found by all, before.
 
         Raises ShardlmError where the run ends."""
         with self.goodput.measure("checkpoint"):
@@ -226,7 +227,7 @@ class Run:
         try:
             yield
         except SaveFailed as error:
-            if ends or jax.process_count() > 1:
+            if ends or not error.everywhere:
                 raise
             self.missed = True
             again = self.program.config.checkpoint.every_steps
