@@ -23,7 +23,7 @@ import tempfile
 
 from absl import flags
 
-from launch.engine_flags import engine_options, mesh_sizes
+from launch.engine_flags import engine_options, mesh_sizes, refuse_given
 from launch.flags import PREFIX, check_writable, cluster, run, split_overrides
 from shardlm.config import Resolved
 from shardlm.errors import ShardlmError
@@ -76,6 +76,8 @@ _PLOT = flags.DEFINE_string("plot", None, "serve: a PNG of the latencies and the
 def main(resolved: Resolved, benchmark: str) -> int:
     if benchmark not in BENCHMARKS:
         raise ShardlmError(unknown(benchmark))
+    if benchmark != "serve":
+        refuse_given(benchmark)
     if benchmark == "strategies":
         return compare_strategies()
     if benchmark == "plan":
@@ -127,6 +129,10 @@ def _served(sizes: dict[str, int]) -> tuple[dict, int]:
     from shardlm.serve.bench.turns import longest
     from shardlm.serve.bench.workload import check_shared, spread
 
+    if _VOCAB.present:
+        raise ShardlmError(
+            f"--vocab={_VOCAB.value} goes with --url; of a model of this process it is known: leave it out"
+        )
     asked()
     prompt, output, ratio = _PROMPT_LEN.value, _OUTPUT_LEN.value, _RATIO.value
     needed = spread(prompt, ratio)[-1] + spread(output, ratio)[-1]
@@ -192,6 +198,7 @@ def load(benchmark: str) -> int:
     from shardlm.serve.bench.client import Client
     from shardlm.serve.bench.picture import plot_load
 
+    refuse_given("a server at --url", _MODEL, _TURNS)
     count, new, prompt = _REQUESTS.value, _OUTPUT_LEN.value, _PROMPT_LEN.value
     shared, ratio = _SHARED.value, _RATIO.value
     rates, concurrency, limits = asked()

@@ -99,6 +99,13 @@ def splits_pages() -> bool:
     return _SPLIT_PAGES.value is None
 
 
+def refuse_given(what: str, *more: flags.FlagHolder) -> None:
+    """Raises ShardlmError where flags of an engine, or `more` of what has one, are given to what has none."""
+    own = flags.FLAGS.flags_by_module_dict()[__name__]
+    if found := [flag.name for flag in (*own, *more) if flag.present]:
+        raise ShardlmError(f"--{found[0]} is of an engine in this process, and {what} heeds it not: leave it out")
+
+
 def engine_options() -> dict[str, Any]:
     """Fields of EngineConfig but the mesh. Raises ShardlmError for what cannot be."""
     from shardlm.serve.speculation.config import SpeculativeConfig

@@ -145,6 +145,6 @@ def opened(processes: int, *, paced: bool = True) -> tuple[Any, Mapping[str, flo
     template = ChatTemplate.find(folder)
     sampling = recommended(read_generation(folder)) if _GENERATION_CONFIG.value == "auto" else {}
     engine, _ = build(_MODEL.value, config, compiling())
-    print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0]), file=sys.stderr)
+    print(described(engine, (_MODEL_NAMES.value or [_MODEL.value])[0], config), file=sys.stderr)
     how = {"template": template, "limit_mm_per_prompt": config.limit_mm_per_prompt, "paced": paced}
     return AsyncLLM(engine, model_name=_MODEL.value, **how), sampling

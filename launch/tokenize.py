@@ -28,10 +28,16 @@ _NUM_WORKERS = flags.DEFINE_integer(
     "num_workers", len(os.sched_getaffinity(0)), "Processes; 0 uses the tokenizer's threads.", lower_bound=0
 )
 _VERIFY = flags.DEFINE_string("verify", "", "Only compare the shards in this directory with their checksums.")
+OF_WRITING = (_INPUT, _OUTPUT, _TOKENIZER, _TEXT_KEY, _ON_BAD_UTF8, _NUM_WORKERS)
 
 
 def main() -> None:
     if _VERIFY.value:
+        for flag in OF_WRITING:
+            if flag.present:
+                raise ShardlmError(
+                    f"--{flag.name} is of shards that are written, and --verify writes none: leave it out"
+                )
         TokenShards.open(_VERIFY.value).verify()
         print(f"{_VERIFY.value}: every byte is as it was written")
         return

@@ -12,7 +12,6 @@ only a temporary directory. In it:
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import math
 import os
@@ -29,6 +28,7 @@ from shardlm.checkpoint_files import (
     DataState,
     Tree,
     check_fit,
+    check_room,
     faults,
     manifest,
     read_data_state,
@@ -145,10 +145,9 @@ class Checkpoints:
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._saving = _Save(step, {name: float(value) for name, value in metrics.items()}, nbytes)
         items = {"state": state, "data": DataState(data_state)}
+        with self._explained(everywhere=True):
+            check_room(self.directory, nbytes)
         with self._explained():
-            self.directory.mkdir(parents=True, exist_ok=True)  # where somebody removed it, what is in memory is all
-            if shutil.disk_usage(self.directory).free < nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # rather than after gigabytes
             self._writer.save_checkpointables_async(step, items, force=True)
         self._step = step
 
@@ -184,14 +183,16 @@ class Checkpoints:
             error.add_note(str(failed_save))  # what ended the run comes first
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turns what goes wrong in a save into an error for the user."""
+    def _explained(self, everywhere: bool = False) -> Iterator[None]:
+        """Turns what goes wrong in a save into an error for the user; `everywhere`: in all processes if in any."""
         try:
             yield
         except Exception as error:
             save, self._saving, self._step = self._saving, None, None
             self._writer.reload()
-            raise save_failed(self.directory / str(save.step), self.steps(), save.nbytes, error) from error
+            failed = save_failed(self.directory / str(save.step), self.steps(), save.nbytes, error)
+            failed.everywhere = everywhere or jax.process_count() == 1
+            raise failed from error
 
     def _retained(self) -> set[int]:
         metrics = {step: manifest(self.directory / str(step)).get("metrics", {}) for step in self.steps()}
@@ -350,9 +351,7 @@ def save_unread(
     leaves = {_dotted(keys): a for keys, a in jax.tree_util.tree_flatten_with_path(state)[0]}
     done, total = 0, sum(a.nbytes for a in leaves.values())
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(directory).free < total:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # rather than after gigabytes
+        check_room(directory, total)
         first = jax.tree.map(lambda a: jnp.asarray(first_chunk(a)), state)
         with quiet_orbax(), _saving():
             ocp.save_checkpointables(draft, {"state": first, "data": DataState({})}, overwrite=True)

@@ -4,14 +4,17 @@ is written or read, `shardlm.checkpoint` decides.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Awaitable
 from typing import Any
 
 import jax
 
+from shardlm.distributed import of_all
 from shardlm.errors import ShardlmError
 
 MANIFEST = "shardlm.json"
@@ -33,6 +36,21 @@ class DataState:
 
     async def load(self, directory) -> Awaitable[None]:
         raise NotImplementedError("read by read_data_state")
+
+
+def check_room(directory: pathlib.Path, nbytes: int) -> None:
+    """Makes the directory where it is not there, since somebody removed it: what is in memory is all. Raises OSError
+    where that cannot be, or there is no room for so many bytes, rather than after gigabytes; in every process where it
+    is so for one, for which the others would wait. All must call it."""
+    own = 0
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(directory).free < nbytes:
+            own = errno.ENOSPC
+    except OSError as error:
+        own = error.errno or errno.EIO
+    if worst := max(of_all(own)):
+        raise OSError(worst, os.strerror(worst))
 
 
 def read_data_state(path: pathlib.Path) -> dict[str, Any]:

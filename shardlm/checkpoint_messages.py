@@ -15,11 +15,12 @@ from shardlm.files import format_bytes, free_space
 
 
 class SaveFailed(ShardlmError):
-    """A checkpoint that could not be written. `what`: that, without what to do about it."""
+    """A checkpoint that could not be written. `what`: that, without what to do about it. `everywhere`: whether all
+    processes of the job know, each of which has this error."""
 
     def __init__(self, what: str, remedy: str):
         super().__init__(f"{what} {remedy}")
-        self.what = what
+        self.what, self.everywhere = what, True
 
 
 def save_failed(path: pathlib.Path, intact: list[int], nbytes: int, error: Exception) -> SaveFailed:

@@ -20,6 +20,7 @@ from shardlm.checkpoint import Checkpoints
 from shardlm.config_json import from_json
 from shardlm.errors import ShardlmError
 from shardlm.execution import execution_of, stored_dtype, weight_format_of
+from shardlm.frozen_weights import check_base
 from shardlm.gguf_files.ollama import installed
 from shardlm.held_weights import held_weights, made_of
 from shardlm.hf_files import Folder, home, read_config, read_generation
@@ -129,6 +130,13 @@ class Prepared:
     mesh: Mesh
 
 
+def check_stands(found: Found) -> None:
+    """Raises ShardlmError where the checkpoint that a run's adapters stand on has other weights than they were trained
+    on."""
+    if found.run and found.lora.rank:
+        check_base(found.run.run_dir, found.source.folder)
+
+
 def _stretched(source: Pretrained) -> bool:
     return any(a.rope and a.rope.kind in STRETCHED for a in source.transformer().attention_kinds)
 
@@ -218,6 +226,7 @@ def prepare(
 ) -> Prepared:
     """What `load` opens, before its weights are read. Raises as it does for what can be told then."""
     found = describe(path, length)
+    check_stands(found)
     if quantization not in (None, "dtype") and found.lora.rank:
         raise ShardlmError(
             f"quantization={quantization} and adapters, {path}: they stand on weights in lora.base={found.lora.base}; "

@@ -3,7 +3,7 @@
     RUN/config.json          the resolved configuration
     RUN/tokenizer.json       the tokenizer, where the run has one
     RUN/checkpoints/<step>/  what `shardlm.checkpoint` writes
-    RUN/frozen.json          which weights it stands on that are elsewhere, where it does (train/frozen.py)
+    RUN/frozen.json          which weights it stands on that are elsewhere, where it does (frozen_weights.py)
     RUN/.lock                held by who trains it (run_lock.py)
 
 This module writes and finds the files beside the weights; it needs no jax.

@@ -1,6 +1,7 @@
 """Checkpoints on disks that are full or that go: what is said, and that no checkpoint is lost by it."""
 
 import contextlib
+import errno
 import resource
 import shutil
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardlm.checkpoint import CheckpointConfig, Checkpoints
+from shardlm.checkpoint_messages import SaveFailed
 from shardlm.errors import ShardlmError
 
 CONFIG = CheckpointConfig(every_steps=10, keep=9, keep_best=0)
@@ -65,6 +67,32 @@ def test_a_disk_that_will_not_hold_it_is_not_filled(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, CONFIG) as checkpoints, pytest.raises(ShardlmError, match=message):
         checkpoints.save(1, {"params": jnp.ones((512, 513))}, {}, {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_all_processes_find_that_one_has_no_room_before_any_writes(saved, monkeypatch, code):
+    """One that wrote would wait for the other, 20 minutes by Orbax's timeout; and all know that the run goes on."""
+    with Checkpoints(saved, CONFIG) as checkpoints:
+        checkpoints.restore(abstract(make_state()))
+        monkeypatch.setattr("shardlm.checkpoint_files.of_all", lambda own: [own, code])
+        with pytest.raises(SaveFailed, match=r"30 could not be written: .*The checkpoints at step 10, 20") as error:
+            checkpoints.save(30, make_state(), {}, {})
+        monkeypatch.undo()
+        assert error.value.everywhere and checkpoints.steps() == [10, 20]
+        checkpoints.save(40, make_state(), {}, {})
+    assert checkpoints.steps() == [10, 20, 40]
+
+
+def test_a_save_that_fails_while_it_is_written_is_known_to_one_process(saved, monkeypatch):
+    with Checkpoints(saved, CONFIG) as checkpoints:
+        checkpoints.restore(abstract(make_state()))
+        with full_disk(1000):
+            checkpoints.save(30, make_state(), {}, {})
+            monkeypatch.setattr("shardlm.checkpoint.jax.process_count", lambda: 2)
+            with pytest.raises(SaveFailed) as error:
+                checkpoints.wait()
+        monkeypatch.undo()
+        assert not error.value.everywhere
 
 
 def test_a_directory_that_was_removed_is_made_again(saved):

@@ -34,7 +34,7 @@ FLOORS = [
         *("chat", "progress_bar", "versions", "life"),
     },
     {"gguf_files"},
-    {"hf_files", "weight_files", "safetensors_files", "torch_files", "torch_pickle", "stored"},
+    {"hf_files", "frozen_weights", "weight_files", "safetensors_files", "torch_files", "torch_pickle", "stored"},
     {"hub"},
     {"mesh", "rules", "distributed", "xla_options", "topology", "hf_quantised"},
     {"ops"},

@@ -1,17 +1,28 @@
-"""A run that resumes on other frozen weights than it began with: refused."""
+"""A run that resumes on other frozen weights than it began with, and adapters that are used on others: refused."""
 
 import dataclasses
 import os
+import pathlib
 import shutil
 
 import pytest
 
+from shardlm import opened
+from shardlm.config import to_json
 from shardlm.errors import ShardlmError
+from shardlm.frozen_weights import FROZEN, SAMPLE_BYTES
 from shardlm.layers.lora import LoraConfig
+from shardlm.mesh import MeshSpec
 from shardlm.models.pretrained import Pretrained
+from shardlm.run_files import save_run_files
+from shardlm.serve import adapters
+from shardlm.serve.adapter_table import Room
 from shardlm.train import alike
 from shardlm.train.config import DistillConfig, RunConfig
-from shardlm.train.frozen import FROZEN, SAMPLE_BYTES, check_frozen, keep_frozen
+from shardlm.train.frozen import check_frozen, keep_frozen
+from shardlm.train.scoring import score
+
+LLAMA = pathlib.Path(__file__).parent / "hf" / "references" / "llama"
 
 
 @pytest.fixture
@@ -73,3 +84,46 @@ def test_what_is_written_down_and_damaged_is_said(folder, run):
     (run / FROZEN).write_text("{")
     with pytest.raises(ShardlmError, match=r"frozen.json is damaged .*: delete it"):
         check_frozen(run, standing_on(folder), resumes=True)
+
+
+@pytest.fixture
+def adapters_run(tmp_path):
+    """Of a run of adapters its files but for checkpoints, and the folder that it stands on."""
+    base, run = shutil.copytree(LLAMA, tmp_path / "base"), tmp_path / "run"
+    config = RunConfig(Pretrained(str(base)).pinned(), lora=LoraConfig(rank=4), run_dir=str(run))
+    save_run_files(run, to_json(config))
+    keep_frozen(run, config)
+    return run, base
+
+
+USES = {
+    "generate, serve, convert": lambda run, base: opened.load(run),
+    "eval": lambda run, base: score(run, [str(base)], mesh=MeshSpec(), seq_len=8, global_batch=1),
+    "beside": lambda run, base: adapters.check(run, Pretrained(str(base)).pinned(), 32, Room(1, 4)),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_adapters_are_not_used_on_other_weights(adapters_run, use):
+    run, base = adapters_run
+    with pytest.raises(ShardlmError) as error:  # of what comes next: it has no checkpoint, and no tokenizer
+        use(run, base)
+    assert "others than" not in str(error.value)
+    weights = base / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    told = (
+        r"the weights that model.folder names are others than those that .*run began with.*put those back, or train on"
+    )
+    with pytest.raises(ShardlmError, match=told):
+        use(run, base)
+
+
+def test_adapters_beside_another_folder_of_their_checkpoint_are_taken(adapters_run, tmp_path):
+    """As one in few bits, which has other files."""
+    run, base = adapters_run
+    other = shutil.copytree(base, tmp_path / "other")
+    (base / "model.safetensors").write_bytes(b"others")
+    with pytest.raises(ShardlmError, match="There is no checkpoint"):
+        adapters.check(run, Pretrained(str(other)).pinned(), 32, Room(1, 4))

@@ -99,7 +99,7 @@ def test_signals_are_kept_for_the_loop_once_there_is_something_to_save():
         assert signal.getsignal(signal.SIGTERM) == before
         stop.listen()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.agreed(1) and stop.name == "SIGTERM" and stop.status == 143
+        assert stop.asking()() and stop.told == signal.SIGTERM and stop.name == "SIGTERM" and stop.status == 143
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -122,18 +122,27 @@ def test_processes_ask_each_other_by_the_clock_whether_to_stop(monkeypatch, seco
     found, now = [], [0.0]
 
     def gathered(own):
-        found.append(step)
+        found.append(round(now[0] / seconds))  # steps done
         other = own * (1, 1.1)  # a slower one
         return np.array([own, other])
 
     monkeypatch.setattr(faults.jax, "process_count", lambda: 2)
     monkeypatch.setattr(faults.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(faults.multihost_utils, "process_allgather", gathered)
-    stop = StopSignal()
-    for step in range(1, 600):
+    asks = StopSignal().asking()
+    for _ in range(599):
         now[0] += seconds
-        assert not stop.agreed(step)
+        assert not asks()
     assert found[: len(asked)] == asked
+
+
+def test_all_processes_know_that_one_was_told_and_by_what(monkeypatch):
+    """By Ctrl-C here, by its scheduler there: a machine that is taken away is no end on purpose."""
+    monkeypatch.setattr(faults.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(faults.multihost_utils, "process_allgather", lambda own: np.array([own, [signal.SIGTERM, 0]]))
+    stop = StopSignal()
+    stop.name = "SIGINT"
+    assert stop.asking()() and stop.told == signal.SIGTERM and stop.status == 130
 
 
 @pytest.mark.wide

@@ -84,6 +84,13 @@ def test_one_source_is_the_whole(data, monkeypatch):
     assert len(signs) == len([*found.batches()])  # of life, of each batch
 
 
+def test_it_stops_before_the_batch_that_it_is_told_at(data, monkeypatch):
+    found, told = evaluator(data, monkeypatch), iter([False, False, True])
+    begun = []
+    counting = dataclasses.replace(found, compiled=lambda *args: begun.append(1) or found.compiled(*args))
+    assert counting(None, None, lambda: next(told)) == {} and len(begun) == 2
+
+
 def test_a_source_without_a_scored_token_is_told(data, monkeypatch):
     found = evaluator(data, monkeypatch)
     silent = dataclasses.replace(found, compiled=lambda *_: {"loss": 0.0, "tokens": 0.0})

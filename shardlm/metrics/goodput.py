@@ -2,7 +2,7 @@
 `Goodput` keeps the events in RUN/goodput.jsonl; `summarise` is a pure function from them to the shares.
 
 A run is a row of sessions, one for each start of the command. The wall time is that of the sessions and of
-the gaps between them, except a gap after a session that ended on purpose. Each second is in one category:
+the gaps between them, except a gap after a session that its user ended. Each second is in one category:
 
 - ``step``: training steps that the run still stands on. This is the goodput.
 - ``lost``: steps that a later session did again, because it resumed from a checkpoint before them.
@@ -134,8 +134,8 @@ class Goodput:
         self._seconds, self._flushed = {}, time.monotonic()
 
     def stop(self) -> None:
-        """Says that the session ends on purpose (finished, or stopped by its user): the time until somebody
-        starts the run again is not counted."""
+        """Says that the session ends on purpose (finished, or stopped by its user, and not by a scheduler that takes
+        the machine away): the time until somebody starts the run again is not counted."""
         self.flush()
         if self._enabled:
             self._lines.append({"event": "stop", "time": time.time(), "step": self._step})

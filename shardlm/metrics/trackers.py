@@ -106,7 +106,15 @@ def _wandb(wandb: Any, project: str, where: pathlib.Path, before: str | None, co
     how = {"id": before, "resume": "allow"} if before else {"name": where.name}
     # The run's output stays as it is: wandb would put itself in the place of both streams in the middle of it.
     run = wandb.init(project=project, dir=str(where), config=config, settings={"console": "off"}, **how)
-    return run.id, lambda step, metrics: run.log(metrics, step=step), lambda failed: run.finish(exit_code=int(failed))
+    # Its own steps only go up: of a run that resumes at an earlier checkpoint it dropped all lines up to where the run
+    # had been (wandb 0.31). So they are its count of lines, and charts are over a metric, as those of transformers.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        run.log({"step": step, **metrics})
+
+    return run.id, log, lambda failed: run.finish(exit_code=int(failed))
 
 
 def _mlflow(mlflow: Any, project: str, where: pathlib.Path, before: str | None, config: dict[str, Any]) -> _Session:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,9 +114,12 @@ class Validation:
 
     task: Rewards
 
-    def __call__(self, params: Any, frozen: Any = None) -> dict[str, float]:
+    def __call__(self, params: Any, frozen: Any = None, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """With these weights of a training state what `described` says of replies, as validation_reward and so on;
-        validation_loss is minus the reward, by which the best checkpoints are kept."""
+        validation_loss is minus the reward, by which the best checkpoints are kept. All are sampled at once: `stops` is
+        asked before."""
+        if stops():
+            return {}
         train, grpo = self.task.program.config.train, self.task.program.config.grpo
         count = min(len(self.task.validation), train.eval_batches * train.global_batch or len(self.task.validation))
         chosen = [self.task.validation[i * len(self.task.validation) // count] for i in range(count)]

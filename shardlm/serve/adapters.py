@@ -18,8 +18,9 @@ from shardlm.errors import ShardlmError
 from shardlm.layers.lora import TARGETS, A, LoraConfig
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
+from shardlm.models.pretrained import Pretrained
 from shardlm.models.transformer_config import TransformerConfig
-from shardlm.opened import Found, check_trained, describe, rank_of, trained
+from shardlm.opened import Found, check_stands, check_trained, describe, rank_of, trained
 from shardlm.rules import Rules
 from shardlm.serve.adapter_table import AdapterTable, LoRARequest, LoRARequests, Room
 from shardlm.serve.followers import everywhere
@@ -143,6 +144,9 @@ def fitting(
             f"the adapter {path} is for another model than what is served: {wrong}. It stands on "
             f"{found.source.folder}; serve that, or leave this adapter out"
         )
+    # Served on another folder they may stand on their checkpoint in few bits; in their own it has to be what it was.
+    if isinstance(base, Pretrained) and os.path.realpath(base.folder) == os.path.realpath(found.source.folder):
+        check_stands(found)
     if part_of(found) != "frozen":
         raise ShardlmError(
             f"the adapter {path} was trained beside an encoder of images (train.encoder={part_of(found)}), and others "

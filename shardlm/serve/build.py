@@ -41,7 +41,7 @@ from shardlm.serve.layers import taken_apart
 from shardlm.serve.lines import agree
 from shardlm.serve.memories import refuse
 from shardlm.serve.open_image_encoder import open_image_encoder, sight_for
-from shardlm.serve.pool_size import check_cache, scheduler_of, sizes_of, use_memory, with_split_pages
+from shardlm.serve.pool_size import all_pages, check_cache, scheduler_of, sizes_of, use_memory, with_split_pages
 from shardlm.serve.pooling import Pooling
 from shardlm.serve.prefill import choose
 from shardlm.serve.replicas import EngineGroup
@@ -234,18 +234,21 @@ def facts_of(engine: Engine | EngineGroup) -> ModelFacts:
     )
 
 
-def described(engine: Engine | EngineGroup, name: str) -> str:
-    """One line on what is ready; `name` is what clients call the model."""
+def described(engine: Engine | EngineGroup, name: str, asked: EngineConfig) -> str:
+    """One line on what is ready; `name` is what clients call the model, `asked` what was to be made of it."""
     config, execution = engine.runner.config, engine.runner.model.execution
     layout, longest = config.layout, config.max_model_len
     fit = (layout.num_pages - 1) / layout.pages_of(longest, config.page_size, config.decode_steps)
     which = "of them" if layout.both else "others"
     replicas = f"{len(engine.engines)} replicas of " if isinstance(engine, EngineGroup) else ""
     held = jnp.dtype(execution.dtype).name if execution.kv_cache == "auto" else execution.kv_cache
+    more = ""
+    if asked.kv_cache_bytes and all_pages(config, asked):
+        more = f", all that can be used, so that {asked.kv_cache_bytes / 2**30:g} GiB (kv_cache_gib) are not taken"
     return (
         f"serving {json.dumps(name)}: {replicas}{layout.num_pages - 1:,} pages of {config.page_size} "
         f"tokens in {layout.layers} layers, keys and values of {int(fit * longest):,} tokens in {held}, for {fit:,.1f} "
-        f"requests of {longest:,} tokens; "
+        f"requests of {longest:,} tokens{more}; "
         f"{f'memories in {layout.memories} {which}, copies of {config.snapshots}; ' if layout.memories else ''}"
         f"{f'{config.bundles * BUNDLE:,} pages in the host memory; ' if config.bundles else ''}"
         f"{config.max_rows} requests at once; {'images are read; ' if engine.sight else ''}"

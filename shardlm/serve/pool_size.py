@@ -74,8 +74,7 @@ def sized(
         rooms, each, slots = [(config.kv_cache_bytes or 2**30) // replicas], [sum(each)], [sum(slots)]
     rows = config.max_num_seqs or rows_beside(slots, rooms, 32 if cpu else 256)
     tokens = max(config.max_num_batched_tokens or CHUNK_TOKENS[cpu], rows * (1 + config.drafts) + 1)
-    each_holds = layouts[0].pages_of(length, config.block_size, max(tokens, config.decoded))
-    usable = 1 + rows * (each_holds + len(layouts[0].windows))  # those that running requests leave free (holdings.py)
+    usable = usable_pages(layouts[0], rows, length, config.block_size, max(tokens, config.decoded))
     bundles = bundles_of(each, config.kv_offloading_size / replicas) if config.kv_offloading_size else 0
     snapshots = snapshots_beside(slots, rows, rooms, length) if config.enable_prefix_caching else 0
     if bundles and layouts[0].memories and not snapshots:
@@ -99,6 +98,20 @@ def sized(
         platform="cpu" if cpu else "gpu",
     )
     return own, *(own.as_own(layout) for layout in beside)
+
+
+def usable_pages(layout: PageLayout, rows: int, length: int, block_size: int, longest_step: int) -> int:
+    """How many pages all requests can make use of, with the scrap page and those that running requests leave free
+    (holdings.py)."""
+    return 1 + rows * (layout.pages_of(length, block_size, longest_step) + len(layout.windows))
+
+
+def all_pages(sizes: RunnerConfig, config: EngineConfig) -> bool:
+    """Whether a replica has all pages that its requests can make use of, so that more memory for them changes
+    nothing."""
+    longest = max(sizes.max_batch_tokens, config.decoded)
+    most = usable_pages(sizes.layout, sizes.max_rows, sizes.max_model_len, sizes.page_size, longest)
+    return sizes.layout.num_pages >= most
 
 
 def scheduler_of(sizes: RunnerConfig, config: EngineConfig) -> Scheduler:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,14 +32,17 @@ class Evaluator:
     compiled: jax.stages.Compiled
     eyes: Any = None
 
-    def __call__(self, params: Any, frozen: Any = None) -> dict[str, float]:
+    def __call__(self, params: Any, frozen: Any = None, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Means over the validation rows, with these weights of a training state: of next tokens validation_loss in
         nats a token, perplexity, and bits_per_byte of the text; else what the objective reports, as validation_*.
         Of sources that are told apart validation_loss/NAME too; where a part of each is read, each still counts as all
-        of it. Raises ShardlmError where there is nothing to score."""
+        of it. `stops` is asked before each batch; where it says so, there are no metrics. Raises ShardlmError where
+        there is nothing to score."""
         counted, sums, values = self.program.objective.counted, collections.Counter(), {}
         for name, shards in self._sources().items():
-            own = self._sums(params, frozen, shards)
+            own = self._sums(params, frozen, shards, stops)
+            if own is None:
+                return {}
             if not own.get(counted):
                 raise self._nothing(name)
             part = self._part_read(shards)
@@ -69,13 +72,17 @@ class Evaluator:
     def _sources(self) -> Mapping[str, TokenShards]:
         return self.data.validation_sources or {"": self.data.validation}
 
-    def _sums(self, params: Any, frozen: Any, shards: TokenShards) -> dict[str, float]:
-        """What the program that validates comes to over these rows."""
+    def _sums(
+        self, params: Any, frozen: Any, shards: TokenShards, stops: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """What the program that validates comes to over these rows; None where it `stops`."""
         seq_len = self.program.config.train.seq_len
         rows = local_rows(self.program.batch_sharding, self.program.slots, seq_len)
         sums: dict[str, float] = {}
         eyes = self.program.eyes(params, self.eyes)
         for batch in self._rows(shards, rows):
+            if stops():
+                return None
             found = self.compiled(params, frozen, self.program.on_devices(batch, rows, eyes))
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
             alive()

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -19,14 +19,14 @@ class StopSignal:
     the process at once, also while XLA compiles for minutes; except in a job of several, where a process that goes
     alone leaves the others waiting for it.
 
-    A second SIGINT interrupts at once, as usual.
+    A second SIGINT interrupts at once, as usual. `told` is the signal that some process of the job was told to stop by,
+    as of when they last asked each other; 0: none.
     """
 
     def __init__(self):
         self.name: str | None = None
+        self.told = 0
         self._previous: dict[int, object] = {}
-        self._looked: tuple[int, float] | None = None  # of several processes: after which step, and when
-        self._next = 0  # the step after which they look again
 
     def __enter__(self) -> "StopSignal":
         if jax.process_count() > 1:
@@ -56,26 +56,43 @@ class StopSignal:
         """That the process ends with: of a process that the signal ended, or where another one was told, of SIGTERM."""
         return 128 + signal.Signals[self.name or "SIGTERM"]
 
-    def agreed(self, step: int) -> bool:
-        """Whether any process was told to stop. With several processes all must call it after the same steps; they ask
-        each other about every AGREE_SECONDS, or after every step where one takes longer: a scheduler that takes a
-        machine away gives it half a minute."""
+    def agree(self, seconds: float = 0.0) -> float:
+        """Asks all processes whether they were told to stop; returns the longest of the `seconds` that they say. All
+        must call it."""
+        own = signal.Signals[self.name].value if self.name else 0
         if jax.process_count() == 1:
-            return self.name is not None
-        if step < self._next:
-            return False
-        told, slowest = self._asked(step)
-        self._next = step + max(1, int(AGREE_SECONDS / max(slowest, 1e-3)))
-        return told
+            self.told = own
+            return seconds
+        every = multihost_utils.process_allgather(np.array([own, seconds], np.float32))
+        self.told = max(self.told, int(every[:, 0].max()))
+        return float(every[:, 1].max())
 
-    def _asked(self, step: int) -> tuple[bool, float]:
-        """Whether any process was told, and the seconds of a step in the slowest since they last looked."""
+    def asking(self) -> Callable[[], bool]:
+        """To be called once for each of many like things that all processes do, steps or batches: whether any was told
+        to stop. Several processes ask each other about every AGREE_SECONDS, or at each where one takes longer: a
+        scheduler that takes a machine away gives it half a minute."""
+        return _Asking(self)
+
+
+class _Asking:
+    def __init__(self, stop: StopSignal):
+        self._stop = stop
+        self._done = 0
+        self._looked: tuple[int, float] | None = None  # of several processes: after how many, and when
+        self._next = 0  # after how many they look again
+
+    def __call__(self) -> bool:
+        self._done += 1
+        if self._done >= self._next or jax.process_count() == 1:
+            self._ask()
+        return bool(self._stop.told)
+
+    def _ask(self) -> None:
         now = time.monotonic()
-        before, since = self._looked or (step - 1, now - AGREE_SECONDS)
-        self._looked = step, now
-        own = [self.name is not None, (now - since) / (step - before)]
-        every = multihost_utils.process_allgather(np.array(own, np.float32))
-        return bool(every[:, 0].any()), float(every[:, 1].max())
+        before, since = self._looked or (self._done - 1, now - AGREE_SECONDS)
+        self._looked = self._done, now
+        slowest = self._stop.agree((now - since) / (self._done - before))
+        self._next = self._done + max(1, int(AGREE_SECONDS / max(slowest, 1e-3)))
 
 
 def check_finite(step: int, metrics: Mapping[str, float], *, max_bad_steps: int, rows: str, remedy: str) -> str | None:
@@ -94,3 +111,13 @@ def check_finite(step: int, metrics: Mapping[str, float], *, max_bad_steps: int,
         )
     scale = f"; overflow at loss scale {metrics['loss_scale']:.0f}, halved" if "loss_scale" in metrics else ""
     return f"{problem}: update skipped{scale}"
+
+
+def nothing_learned(step: int, counted: str, rows: str) -> str:
+    """What to tell of a batch (`rows`) without anything that the objective counts: "tokens" or "pairs"."""
+    return (
+        f"step {step}: there is no {counted.removesuffix('s')} to learn in {rows}, and no update. Further such "
+        "batches are not told; learned in metrics.jsonl is 0 there, and skipped counts them. Where there "
+        "are many, rows may be too short for what comes before an answer (train.seq_len), or replies all be cut off "
+        "(grpo.mask_truncated)"
+    )

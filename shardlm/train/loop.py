@@ -4,6 +4,7 @@ reports the one before it, unless the next batch is made with what it comes to."
 import contextlib
 import dataclasses
 import pathlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from shardlm.checkpoint import Checkpoints
 from shardlm.checkpoint_messages import SaveFailed
 from shardlm.flops import forward_flops, training_flops
 from shardlm.metrics.goodput import Goodput
-from shardlm.metrics.log import MetricsLog
+from shardlm.metrics.log import VALIDATION_LOSS, MetricsLog
 from shardlm.metrics.progress import ProgressLine, RateMeter, Rates
 from shardlm.metrics.trackers import Tracker, check_trackers
 from shardlm.models.pretrained import Pretrained
@@ -27,7 +28,7 @@ from shardlm.train.alike import check_configs
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig
 from shardlm.train.diloco import readings
-from shardlm.train.faults import StopSignal, check_finite
+from shardlm.train.faults import StopSignal, check_finite, nothing_learned
 from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
 from shardlm.train.resume import claim, keep, resume
@@ -74,8 +75,8 @@ def train(
             stop.listen()
             run.say(report.opening(program, task.described(source), changes, run.step))
             state = run.until_done_or_stopped(stop)
-            if stop.name or run.step < config.train.steps:
-                run.say(report.stopped(stop.name, run.step, checkpoints.directory, command))
+            if stop.told:
+                report.stopped(run, stop.name, command)
                 return stop.status
             report.finished(run, state, command)
     return 0
@@ -98,7 +99,9 @@ class Run:
     profiler: Profiler
     state: TrainState | None
     step: int
+    owes: bool = False  # whether it begins with the evaluation of what it has
     validation: dict[str, float] = dataclasses.field(default_factory=dict)
+    idle: bool = False  # whether a batch had nothing to learn, which is said once
     missed: bool = False  # whether the last checkpoint that is known of could not be written
     saving: bool = False  # whether another one has begun
 
@@ -115,7 +118,7 @@ class Run:
         """Restores or creates the state and compiles; under the program's mesh."""
         config, first = program.config, jax.process_index() == 0
         run_dir = pathlib.Path(config.run_dir)
-        state, step, origin = resume(program, checkpoints, source)
+        state, step, owes, origin = resume(program, checkpoints, source)
         if first:
             keep(run_dir, config, task.tokenizer_path)
         passed = profile.passed(step) if profile else ""
@@ -145,7 +148,7 @@ class Run:
             profiler = Profiler(None if passed else profile, program, texts)
             parts = (program, task, source, checkpoints, evaluator, train_step, goodput, log, progress, meter, profiler)
             undone.pop_all()
-        return cls(*parts, state, step)
+        return cls(*parts, state, step, owes)
 
     def __enter__(self) -> "Run":
         self.progress.__enter__()
@@ -165,14 +168,14 @@ class Run:
             self.progress.note(text)
 
     def until_done_or_stopped(self, stop: StopSignal) -> TrainState:
-        """Trains to the last step or to a signal, and saves; returns the state it ends with."""
-        train = self.program.config.train
-        if self.step >= train.steps:
-            self.validation = self.evaluate(self.state)
-        in_flight = None
+        """Trains to the last step or to a signal, and saves; returns the state it ends with. An evaluation that a
+        signal keeps from its end is made by the next start."""
+        train, asks, in_flight = self.program.config.train, stop.asking(), None
+        if self.owes:
+            self.validation = self.evaluate(self.state, stop.asking())
         self.say(self.profiler.reached(self.step, self.state))
         clock = time.monotonic()
-        for step in range(self.step + 1, train.steps + 1):
+        for step in range(self.step + 1, 0 if stop.told else train.steps + 1):
             with self.goodput.measure(self.source.waits_for):
                 batch, beside = self.source.next(self.state)
                 beside = beside | {"epoch": self.source.epoch}  # now: when it is logged another batch is taken
@@ -182,28 +185,31 @@ class Run:
                 if in_flight:
                     clock = self.report(*in_flight, clock)
                 in_flight = (step, metrics | beside)
-                last = step == train.steps or stop.agreed(step)
-                evaluates = step % train.eval_every == 0 or step == train.steps
+                last = asks() or step == train.steps
+                evaluates = not stop.told and (step % train.eval_every == 0 or step == train.steps)
                 waits = self.checkpoints.due(step) or self.profiler.is_edge(step) or self.source.follows
                 if last or evaluates or waits:
                     clock, in_flight = self.report(*in_flight, clock), None
             self.say(self.profiler.reached(step, self.state))
-            if evaluates:
-                self.validation = self.evaluate(self.state)
+            found = self.evaluate(self.state, stop.asking()) if evaluates else {}
+            self.validation, last = found or self.validation, last or bool(stop.told)
             if last or self.checkpoints.due(step):
-                self.save(step, self.validation if evaluates else {}, last)
+                self.save(step, found, last)
             if last:
                 break
             if in_flight is None:
                 clock = time.monotonic()
         with self.goodput.measure("checkpoint"):
             self.checkpoints.wait()
-        self.goodput.stop()
+        stop.agree()  # of one who is told now, before what all of them do at the end of a run
+        if stop.told != signal.SIGTERM:  # else the run is down until it is started again
+            self.goodput.stop()
         return self.state
 
     def save(self, step: int, metrics: dict[str, float], last: bool) -> None:
         """Begins to save. One that fails costs no step: the run goes on, with a warning, and ends with the second in a
-        row or with its `last`. In a job of several processes, of which one alone may know, it ends with the first.
+        row or with its `last`. In a job of several processes it ends with the first that one alone knows of, which
+        failed while it was written; a disk that has no room is found by all, before.
 
         Raises ShardlmError where the run ends."""
         with self.goodput.measure("checkpoint"):
@@ -221,7 +227,7 @@ class Run:
         try:
             yield
         except SaveFailed as error:
-            if ends or jax.process_count() > 1:
+            if ends or not error.everywhere:
                 raise
             self.missed = True
             again = self.program.config.checkpoint.every_steps
@@ -238,13 +244,13 @@ class Run:
         self.profiler.timed(step, now - clock)
         rates = self.meter.add(1, values["tokens"], self._flops(values), now - clock)
         first_row = (step - 1) * train.global_batch
-        bad = check_finite(
-            step,
-            values,
-            max_bad_steps=train.max_bad_steps,
-            rows=f"batch {step - 1} (rows {first_row} to {first_row + train.global_batch - 1} of the shuffled epochs)",
-            remedy=self._last_good(),
-        )
+        rows = f"batch {step - 1} (rows {first_row} to {first_row + train.global_batch - 1} of the shuffled epochs)"
+        how = {"max_bad_steps": train.max_bad_steps, "rows": rows, "remedy": self._last_good()}
+        bad = check_finite(step, values, **how)
+        counted = self.program.objective.counted
+        if not (bad or self.idle or values["learned"]):
+            self.idle = True
+            bad = nothing_learned(step, counted, rows)
         if bad:
             self.say(bad)
         self.step = step
@@ -254,13 +260,19 @@ class Run:
             self.log.write(step, values | _rates(rates))
         return now
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Validation metrics, logged; of the averaged weights too, as validation_loss_ema, where there are any."""
+    def evaluate(self, state: TrainState, stops: Callable[[], bool]) -> dict[str, float]:
+        """Validation metrics, logged; of the averaged weights too, as validation_loss_ema, where there are any. None,
+        and none are logged, where it `stops` before its end."""
         with self.goodput.measure("evaluation"):
-            values = dict(self.evaluator(state.params, state.frozen))
-            if state.ema is not None:
+            values = dict(self.evaluator(state.params, state.frozen, stops))
+            if values and state.ema is not None:
                 averaged = jax.jit(lambda ema: self.program.trained.place(ema, self.program.rules.rest))(state.ema)
-                values["validation_loss_ema"] = self.evaluator(averaged, state.frozen)["validation_loss"]
+                of_average = self.evaluator(averaged, state.frozen, stops)
+                values = of_average and values | {"validation_loss_ema": of_average[VALIDATION_LOSS]}
+            stops()  # of who is told at the last batch: no further step is begun
+        if not values:
+            self.say(f"step {self.step}: the evaluation is left to the next start")
+            return {}
         self.log.write(self.step, values)
         self.say(f"step {self.step}: " + report.describe_validation(values))
         return values

@@ -201,10 +201,14 @@ def describe_validation(values: dict[str, float]) -> str:
     return f"validation loss {loss:.4f} nats/token{more}, perplexity {perplexity:,.1f}{bits}"
 
 
-def stopped(signal_name: str | None, step: int, checkpoints: pathlib.Path, command: str) -> str:
-    """After a signal: where the run was saved and how to go on."""
-    return (
-        f"{signal_name or 'another process was told to stop'}: saved after step {step} in {checkpoints / str(step)}\n"
+def stopped(run: "Run", signal_name: str | None, command: str) -> None:
+    """After a signal: goodput so far, where the run was saved and how to go on; from the first process."""
+    if jax.process_index() != 0:
+        return
+    run.say(str(run.goodput.summary()))
+    run.say(
+        f"{signal_name or 'another process was told to stop'}: saved after step {run.step} in "
+        f"{run.checkpoints.directory / str(run.step)}\n"
         f"resume with: {command}"
     )
 

@@ -6,7 +6,7 @@ import os
 import pathlib
 from typing import Any
 
-from shardlm.checkpoint import Checkpoints
+from shardlm.checkpoint import BEST_METRIC, Checkpoints
 from shardlm.config import ABSENT, difference, from_json, to_json
 from shardlm.data.chats import template_of
 from shardlm.errors import ShardlmError
@@ -91,8 +91,9 @@ def _by_real_path(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"quantization_config": {**options["quantization_config"], "file": os.path.realpath(file)}}
 
 
-def resume(program: Program, checkpoints: Checkpoints, source: Source) -> tuple[TrainState, int, str]:
-    """The state to start from, the number of steps it stands for, and a line that says where it came from."""
+def resume(program: Program, checkpoints: Checkpoints, source: Source) -> tuple[TrainState, int, bool, str]:
+    """The state to start from, the number of steps it stands for, whether it was to be evaluated there and was not, and
+    a line that says where it came from."""
     if checkpoints.latest() is None:
         origin = (
             f"the weights of {program.config.model.folder}"
@@ -101,10 +102,12 @@ def resume(program: Program, checkpoints: Checkpoints, source: Source) -> tuple[
         )
         adapters = ", with new adapters" if program.config.lora.rank else ""
         state = program.init(program.pretrained(), program.frozen(), program.encoder())
-        return state, 0, f"starting from {origin}{adapters}"
+        return state, 0, False, f"starting from {origin}{adapters}"
     restored = checkpoints.restore(dataclasses.replace(program.state_shapes(), frozen=None))
     source.set_state(restored.data_state)
     state = dataclasses.replace(restored.state, frozen=program.frozen())
     left = f" (removed what an interrupted save left: {', '.join(checkpoints.removed)})" if checkpoints.removed else ""
     where = checkpoints.directory / str(restored.step)
-    return state, restored.step, f"resuming after step {restored.step} from {where}{left}"
+    owes = restored.step % program.config.train.eval_every == 0 and BEST_METRIC not in restored.metrics
+    owes = (owes and restored.step > 0) or restored.step >= program.config.train.steps
+    return state, restored.step, owes, f"resuming after step {restored.step} from {where}{left}"

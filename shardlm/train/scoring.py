@@ -9,7 +9,7 @@ import jax
 from shardlm.data.config import DataConfig
 from shardlm.data.prepare import Progress, prepare
 from shardlm.mesh import MeshSpec
-from shardlm.opened import describe, trained
+from shardlm.opened import check_stands, describe, trained
 from shardlm.precision import Precision
 from shardlm.tokenizer import file_of
 from shardlm.train.check import check_vocabulary
@@ -46,6 +46,7 @@ def score(
     Raises ShardlmError for whatever does not fit.
     """
     found = describe(checkpoint, seq_len)
+    check_stands(found)
     kept = found.run.config_json if found.run else {}
     files = tuple(text)
     config = RunConfig(

@@ -59,7 +59,8 @@ class Task(Protocol):
     def source(self) -> Source: ...
 
     def evaluator(self, options: dict[str, Any]) -> Any:
-        """(params, frozen) -> metrics; under the program's mesh. `options` are the compiler's."""
+        """(params, frozen, stops) -> metrics, or none where stops(), which is asked before each batch; under the
+        program's mesh. `options` are the compiler's."""
 
     def described(self, source: Source) -> list[str]:
         """Lines for the run's opening."""

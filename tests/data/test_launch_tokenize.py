@@ -53,6 +53,7 @@ def test_problems_are_one_message_and_exit_1(tmp_path):
         ((), "error: --input=FILES and --output=DIR are needed"),
         (("--input=stdlib:train", f"--output={tmp_path}/full"), "holds other files (x)"),
         ((f"--verify={tmp_path}/none",), "no token shards in"),
+        ((f"--verify={tmp_path}/s", "--on_bad_utf8=skip"), "--on_bad_utf8 is of shards that are written, and --verify"),
     ):
         run = tokenize(*flags)
         assert run.returncode == 1 and message in run.stderr and "Traceback" not in run.stderr

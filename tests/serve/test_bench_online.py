@@ -187,6 +187,30 @@ def test_lengths_are_spread_evenly():
         workload.random_jobs(1, 10, 20, 6, 50, 0, ratio=0.5)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("serve", "--url=http://a", "--rates=1", "--tensor=2"),
+            "--tensor is of an engine in this process, and a server",
+        ),
+        (
+            ("serve", "--url=http://a", "--rates=1", "--turns=2"),
+            "--turns is of an engine in this process, and a server",
+        ),
+        (
+            ("train", "--config=configs/tiny.py", "--quantization=int8"),
+            "--quantization is of an engine in this process",
+        ),
+        (("serve", "--config=configs/tiny.py", "--rates=1", "--vocab=9"), "--vocab=9 goes with --url; of a model of"),
+    ],
+    ids=["engine", "turns", "train", "vocab"],
+)
+def test_flags_that_nothing_heeds(words, told):
+    done = run("launch.bench", *words)
+    assert done.returncode == 1 and f"error: {told}" in done.stderr
+
+
 def test_command_lines_that_cannot_be(tmp_path):
     with pytest.raises(ShardlmError, match="a limit is NAME:SECONDS, of ttft, tpot"):
         limits_of(["ttft:1", "tfft:1"])

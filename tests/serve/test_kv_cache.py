@@ -48,7 +48,11 @@ def test_log_probabilities_and_pages(family, how, tensor, pages, measured):
     held_bytes = sum(shard.data.nbytes for pool in pools for shard in pool.addressable_shards)
     assert page_bytes(model, layout, 4) * layout.num_pages == held_bytes
     room = (layout.num_pages - 1) * 4  # tokens
-    assert f"keys and values of {room} tokens in {how}, for {room / 60:.1f} requests of 60" in described(engine, "a")
+    said = f"keys and values of {room} tokens in {how}, for {room / 60:.1f} requests of 60 tokens"
+    assert f"{said}, all that can be used, so that 6.10352e-05 GiB (kv_cache_gib) are not" in described(
+        engine, "a", config
+    )
+    assert f"{said}; 1 requests at once" in described(engine, "a", EngineConfig(**sizes))
     engine.add("a", tokens.tolist(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0))
     output = finished(engine)["a"]
     found = np.array([one.chosen.logprob for one in output.prompt_logprobs[1:]])

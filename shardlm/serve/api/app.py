@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardlm.serve.api import metrics
 from shardlm.serve.api.adapters import load_adapter, unload_adapter
+from shardlm.serve.api.batches.routes import BatchRequest
 from shardlm.serve.api.batches.routes import routes as batch_routes
 from shardlm.serve.api.batches.service import Batches
 from shardlm.serve.api.chat import chat
@@ -166,7 +167,9 @@ class _About:
 
     async def openapi(self, request: Request) -> Response:
         bodies = {path: model for path, (model, _) in (POSTS | ollama.POSTS | ADMIN).items()}
-        return json_response(document(bodies, {path: model for path, (model, _) in ADMIN_BY_ADDRESS.items()}))
+        addressed = {path: model for path, (model, _) in ADMIN_BY_ADDRESS.items()}
+        batch = BatchRequest if self._service.settings.batch_dir else None
+        return json_response(document(bodies, addressed, batch))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(page(), headers={"content-security-policy": POLICY})

@@ -65,10 +65,34 @@ _GETS = {
 }
 
 
+_PAGE = {"limit": {"type": "integer", "minimum": 1}, "after": {"type": "string"}}
+_FILE = {
+    "type": "object",
+    "properties": {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}},
+    "required": ["purpose", "file"],
+}
+# {path: {method: (what it is for, what may stand in its address)}}, where the server keeps files and batches.
+_OF_BATCHES = {
+    "/v1/files": {
+        "get": ("Files of requests and of answers, the newest first.", _PAGE | {"purpose": {"type": "string"}}),
+        "post": ("Sends a file of requests.", {}),
+    },
+    "/v1/files/{id}": {"get": ("One of them.", {}), "delete": ("Deletes it.", {})},
+    "/v1/files/{id}/content": {"get": ("What it holds.", {})},
+    "/v1/batches": {"get": ("Batches, the newest first.", _PAGE), "post": ("Begins to answer a file.", {})},
+    "/v1/batches/{id}": {"get": ("How far one is.", {})},
+    "/v1/batches/{id}/cancel": {"post": ("Ends it; what was answered is kept.", {})},
+}
+
+
 def document(
-    posts: Mapping[str, type[msgspec.Struct]], addressed: Mapping[str, type[msgspec.Struct]]
+    posts: Mapping[str, type[msgspec.Struct]],
+    addressed: Mapping[str, type[msgspec.Struct]],
+    batch: type[msgspec.Struct] | None = None,
 ) -> dict[str, Any]:
-    """`posts`: {path: the type of its body}. `addressed`: {path: the type of what stands in its address}."""
+    """`posts`: {path: the type of its body}. `addressed`: {path: the type of what stands in its address}. `batch`: the
+    type of what begins a batch, where the server keeps files and batches."""
+    posts = {**posts, **({"/v1/batches": batch} if batch else {})}
     schemas, components = msgspec.json.schema_components(
         list(posts.values()), ref_template="#/components/schemas/{name}"
     )
@@ -79,6 +103,8 @@ def document(
         paths[path] = {"post": {**_operation(path, f"As {_whose(path)} {path}."), "requestBody": body}}
     for path, model in addressed.items():
         paths[path] = {"post": {**_operation(path, f"As vLLM's {path}."), "parameters": _parameters(model)}}
+    if batch:
+        _add_batches(paths)
     return {
         "openapi": "3.1.0",
         "info": {"title": "shardlm", "version": "1"},
@@ -94,9 +120,24 @@ def document(
     }
 
 
+def _add_batches(paths: dict[str, Any]) -> None:
+    """To those that are there, with the body of what begins a batch."""
+    for path, methods in _OF_BATCHES.items():
+        known = paths.setdefault(path, {})
+        for method, (summary, asked) in methods.items():
+            operation = _operation(path, summary)
+            operation["parameters"] = [*operation.get("parameters", ()), *_in_query(asked)]
+            known[method] = known.get(method, {}) | operation
+    body = {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}
+    paths["/v1/files"]["post"]["requestBody"] = body
+
+
 def _parameters(model: type[msgspec.Struct]) -> list[dict[str, Any]]:
     (_, components) = msgspec.json.schema_components([model])
-    fields = components[model.__name__]["properties"]
+    return _in_query(components[model.__name__]["properties"])
+
+
+def _in_query(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
 
 
@@ -117,6 +158,7 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     body = {_JSON: {"schema": {"$ref": f"#/components/schemas/{_error_of(path)}"}}}
     errors = {str(status): {"description": meaning, "content": body} for status, meaning in _STATUSES.items()}
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "OK"}, **errors}}
-    if "{model}" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if named := [name for name in ("model", "id") if f"{{{name}}}" in path]:
+        one = {"in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [{"name": name, **one} for name in named]
     return operation

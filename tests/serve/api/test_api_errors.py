@@ -176,6 +176,7 @@ def test_what_the_server_says_of_itself():
     document = client.get("/openapi.json").json()
     assert document["openapi"] == "3.1.0" and set(PATHS) < document["paths"].keys()
     assert document["paths"]["/ping"].keys() == {"get", "post"} and "/version" in document["paths"]
+    assert not [path for path in document["paths"] if path.startswith(("/v1/files", "/v1/batches"))]  # by --batch_dir
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert "messages" in fields and "top_k" in fields
     used = {one.split('"')[0] for one in json.dumps(document).split("#/components/schemas/")[1:]}

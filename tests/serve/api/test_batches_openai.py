@@ -69,6 +69,25 @@ def test_a_batch_from_its_file_to_its_answers(served):
     ]
 
 
+def test_they_are_in_the_document(tmp_path):
+    """And nothing else is: what the application has routes for."""
+    client = Client(FakeLLM(), batch_dir=str(tmp_path))
+    document = client.get("/openapi.json").json()
+    told = {(path, method) for path, found in document["paths"].items() for method in found}
+    asked = [route for route in client.app.routes if route.path.startswith(("/v1/files", "/v1/batches"))]
+    own = {(route.path, method.lower()) for route in asked for method in route.methods - {"HEAD"}}
+    assert own == {one for one in told if one[0].startswith(("/v1/files", "/v1/batches"))} and len(own) == 9
+    body = document["paths"]["/v1/batches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    [_, name] = body["$ref"].split("#/components/schemas/")
+    assert document["components"]["schemas"][name]["required"] == ["input_file_id", "endpoint"]
+
+
+def test_a_limit_of_more_digits_than_python_reads_is_refused(tmp_path):
+    client = Client(FakeLLM(), batch_dir=str(tmp_path))
+    told = error(client.get(f"/v1/files?limit={'9' * 5000}"), 400)
+    assert told["param"] == "limit" and "must be a number from 1" in told["message"]
+
+
 def test_a_chat_and_embeddings(served):
     _, client = served
     messages = [{"role": "user", "content": "hi"}]

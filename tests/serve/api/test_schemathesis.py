@@ -3,6 +3,7 @@ form or of a wrong one, the answer has a documented status and an error is in Op
 Ollama's paths in theirs."""
 
 import json
+import tempfile
 
 import pytest
 from client import Client
@@ -22,7 +23,9 @@ REPEATABLE = {
 }
 # Whether values of the right types are in their ranges depends on the model, and is not in the document.
 CHECKED = [checks.get_one(name) for name in checks.get_all_names() if name != "positive_data_acceptance"]
-SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", Client(FakeLLM(reply="the quick"), admin_keys=("admin",)).app)
+FOLDER = tempfile.TemporaryDirectory()  # of files and batches; operations are known when tests are collected
+CLIENT = Client(FakeLLM(reply="the quick"), admin_keys=("admin",), batch_dir=FOLDER.name)
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", CLIENT.app)
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
 WITH_INPUT = [label for label in OPERATIONS if (label.startswith("POST") or "{" in label) and label != "POST /ping"]
 

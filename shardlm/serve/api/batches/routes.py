@@ -21,7 +21,9 @@ UPLOAD_SECONDS = 600.0
 PAGE = 100  # entries of a list, at most
 
 
-class _Wanted(msgspec.Struct, kw_only=True):
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """What begins a batch."""
+
     input_file_id: str
     endpoint: str
     completion_window: str = "24h"
@@ -80,7 +82,7 @@ class _Routes:
         service = self._batches.service
         service.check_open()
         body = await _body(request, 2**16, service.settings.read_seconds)
-        wanted, ignored = parse(body, _Wanted)
+        wanted, ignored = parse(body, BatchRequest)
         service.metrics.ignored_fields += ignored
         if wanted.endpoint not in self._batches.handlers:
             message = f"endpoint={wanted.endpoint!r:.100} must be one of {', '.join(self._batches.handlers)}"
@@ -122,7 +124,7 @@ def _listed(found: list[Record], request: Request) -> Response:
     if order not in ("asc", "desc"):
         raise ApiError(f"order={order:.50} must be asc or desc", param="order")
     found = found if order == "asc" else found[::-1]
-    if not limit.isdecimal() or int(limit) < 1:
+    if not limit.isdecimal() or len(limit) > 18 or int(limit) < 1:
         raise ApiError(f"limit={limit:.50} must be a number from 1", param="limit")
     if purpose := asked.get("purpose"):
         found = [one for one in found if one.get("purpose") == purpose]
