@@ -11,6 +11,7 @@ from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.layers.mlp import MlpConfig
+from shardlm.layers.moe import MoeConfig
 from shardlm.mesh import MeshSpec
 from shardlm.models.transformer_config import TransformerConfig
 from shardlm.ops.weight_format import DYNAMIC, WeightFormat, groups_of, weight_key
@@ -83,14 +84,12 @@ def split_pages(rules: Rules, shape: TransformerConfig, ways: int, page_size: in
             f"{asked}: layers of the model read others' pages, choose tokens of them or keep heads of different sizes, "
             "which is not split so; set it to 1"
         )
-    latents = all(isinstance(attention, MlaConfig) for attention in shape.attention_kinds)
-    subsets = (axes, *((axis,) for axis in axes)) if latents and len(axes) > 1 else (axes,)
-    found = {rules.mesh.size(*some): some for some in subsets if some}
+    found = page_axes(rules, shape)
     if ways not in found:
         works = ", ".join(map(str, sorted({1, *found})))
         raise ShardlmError(
             f"{asked}: heads are split over {devices} devices of {rules.mesh}, which have copies of keys and values; "
-            f"choose from {works}"
+            f"choose from {works}{_other_remedy(shape, ways, devices)}"
         )
     if page_size % ways:
         raise ShardlmError(
@@ -98,6 +97,28 @@ def split_pages(rules: Rules, shape: TransformerConfig, ways: int, page_size: in
             f"{math.lcm(page_size, ways)}"
         )
     return rules.with_split_pages(found[ways])
+
+
+def page_axes(rules: Rules, shape: TransformerConfig) -> dict[int, tuple[str, ...]]:
+    """Over how many of the devices that heads are split over positions of pages may be, and over which axes: over all,
+    and those of one axis where each query may be answered by any of them, of latents alone."""
+    axes = rules.act.axes("heads")
+    subsets = (axes, *((axis,) for axis in axes)) if _latents(shape) and len(axes) > 1 else (axes,)
+    return {rules.mesh.size(*some): some for some in subsets if some}
+
+
+def _latents(shape: TransformerConfig) -> bool:
+    return all(isinstance(attention, MlaConfig) for attention in shape.attention_kinds)
+
+
+def _other_remedy(shape: TransformerConfig, ways: int, devices: int) -> str:
+    """What to do instead where positions are not split over so many of the devices alone."""
+    if devices % ways:
+        return ""
+    if not _latents(shape):  # vLLM's devices have one of the kv heads each, and it counts the copies of that one
+        return f". Each of them has all kv heads, so that {devices} hold a position once"
+    experts = any(isinstance(block.mlp, MoeConfig) for block in shape.all_blocks())
+    return f", or a mesh such as expert={devices // ways} tensor={ways}" if experts else ""
 
 
 def _check_split(attention: Attention, asked: str, devices: int) -> None:

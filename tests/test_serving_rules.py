@@ -68,11 +68,12 @@ def test_pages_are_split_over_devices_that_have_copies(config, mesh, ways, axes)
 @pytest.mark.parametrize(
     ("config", "mesh", "ways", "page_size", "why"),
     [
-        (V3, MeshSpec(expert=8), 4, 16, "copies of keys and values; choose from 1, 8"),
+        (V3, MeshSpec(expert=8), 4, 16, "keys and values; choose from 1, 8, or a mesh such as expert=2 tensor=4$"),
+        (V3, MeshSpec(expert=8), 3, 16, "copies of keys and values; choose from 1, 8$"),
         (V3, MeshSpec(expert=8), 8, 20, "does not divide pages of block_size=20 tokens; choose a block_size of 40"),
         (V3, MeshSpec(), 2, 16, "choose from 1"),
         (MIXTRAL, MeshSpec(tensor=4), 4, 16, "kv heads of its own of 8 already"),
-        (FEW_KV, MeshSpec(expert=8), 4, 16, "choose from 1, 8"),
+        (FEW_KV, MeshSpec(expert=8), 2, 16, "from 1, 8. Each of them has all kv heads, so that 8 hold a position once"),
     ],
 )
 def test_what_cannot_be_split_so_is_refused(config, mesh, ways, page_size, why):

@@ -28,6 +28,9 @@ from shardlm.ops.sinks import with_sinks
 # Of a row: a decode step, or one that verifies drafts. DeepSeek V3's queries and results of a token are 279 kB in all
 # heads, the latent of a position 1.2 kB (counted): from 8 tokens on, texts of less than 2,000 positions are less.
 FEW_TOKENS = 8
+# Of the first block, in all rows, which is gathered however short texts are: NVLink moves so much in some 20 us, and
+# one more block takes 60, for its merge and for the host (counted, 2,048 tokens of DeepSeek V3 on eight H200).
+FIRST_BYTES = 8 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,26 +94,27 @@ class SplitPages:
         return merged / total[..., None], largest + jnp.log(total)
 
     def _many(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
-        B, page_size = q.shape[0], self.size(pages) * self.ways
+        B, T = q.shape[:2]
+        width, page_size = page_table.shape[1], self.size(pages) * self.ways
         nbytes = sum(a.nbytes // a.shape[0] for a in pages.values()) // self.size(pages)
-        count = min(page_table.shape[1], max(1, block_positions(B, nbytes) // page_size))  # pages of a block
-        table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % count)))
-        own = jnp.arange(B * count, dtype=jnp.int32).reshape(B, count)
+        first, count = (min(width, n // page_size) for n in gathered_positions(T, B, nbytes, page_size))  # in pages
+        table = jnp.pad(page_table, ((0, 0), (0, (first - width) % count)))
 
-        def of_block(i):
-            some = jax.lax.dynamic_slice_in_dim(table, i * count, count, axis=1).reshape(-1) + first_page
+        def of_block(begin, count: int):
+            some = jax.lax.dynamic_slice_in_dim(table, begin, count, axis=1).reshape(-1) + first_page
             held = {
                 name: jax.lax.all_gather(a[some], self.axes, axis=self.orders[name].index("s"), tiled=True)
                 for name, a in pages.items()
             }
-            seen = jnp.minimum(last - i * count * page_size, count * page_size - 1)
+            own = jnp.arange(B * count, dtype=jnp.int32).reshape(B, count)
+            seen = jnp.minimum(last - begin * page_size, count * page_size - 1)
             return self._by(q, held, own, seen, jnp.int32(0), options)
 
-        found = of_block(jnp.int32(0))
-        if table.shape[1] == count:
+        found = of_block(jnp.int32(0), first)
+        if width == first:
             return found
-        stop = jnp.max(last) // (count * page_size) + 1
-        return jax.lax.fori_loop(1, stop, lambda i, found: merge(found, of_block(i)), found)
+        stop = -(-(jnp.max(last) // page_size + 1 - first) // count)
+        return jax.lax.fori_loop(0, stop, lambda i, found: merge(found, of_block(first + i * count, count)), found)
 
     def _by(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
         """(out, float32 but of few tokens, log-partition) over pages that are at hand; of no weight where `last` is
@@ -122,6 +126,14 @@ class SplitPages:
         there = last[..., None] >= 0
         out = jnp.where(there[..., None], out, 0)
         return out if q.shape[1] <= FEW_TOKENS else out.astype(jnp.float32), jnp.where(there, lse, MASKED)
+
+
+def gathered_positions(tokens: int, rows: int, nbytes: int, page_size: int) -> tuple[int, int]:
+    """(of a text's first block that chunks of so many tokens in each row gather, of each further one), whole pages; a
+    position takes `nbytes` of all devices together. A chunk that begins a text gathers little else than itself."""
+    most = max(1, block_positions(rows, nbytes) // page_size)
+    first = min(most, -(-max(tokens, FIRST_BYTES // (rows * nbytes)) // page_size))
+    return first * page_size, most * page_size
 
 
 def _as_bits(out: jax.Array, lse: jax.Array) -> jax.Array:

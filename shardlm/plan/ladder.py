@@ -25,12 +25,16 @@ CLOSE = 1.5  # times the configuration's batch, where that only has to be made e
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The fastest plan that fits on a number of GPUs at a global batch; None where there is none, and why."""
+    """The fastest plan that fits on a number of GPUs at a global batch; None where there is none, `because` of what."""
 
     num_gpus: int
     global_batch: int
     plan: Plan | None
-    why: str = ""
+    because: str | ShardlmError = ""
+
+    @property
+    def why(self) -> str:
+        return str(self.because)
 
     @property
     def rate(self) -> float:
@@ -156,7 +160,7 @@ class Ladder:
         try:
             found = search(config, cluster, self._constraints, every=False, shared=self._shared)
         except ShardlmError as error:
-            return Point(count, rows, None, str(error))
+            return Point(count, rows, None, error.with_traceback(None))
         self.considered += found.considered
         if found.plans:
             return Point(count, rows, found.plans[0])

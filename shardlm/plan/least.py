@@ -104,7 +104,7 @@ class Least:
         remat, away = kept["remat"], away_in(kept["offload"])
         key = (inner(variants[0]), variants[0].pipeline, variants[0].matmul, remat, away)
         if key not in self._may_fit:
-            ends = [changed(one, **kept) for one in dict.fromkeys((variants[0], variants[-1])) if self._divides(one)]
+            ends = [changed(one, **kept) for one in (*variants[:1], *variants[1:][-1:]) if self._divides(one)]
             found = list(itertools.islice(self._fitting(inner(variants[0]), ends), 1))
             self._may_fit[key] = found[0] if found else True
         return self._may_fit[key]

@@ -1,7 +1,10 @@
-"""Why a search has no mesh to look at: constraints that cannot be, one by one or together, in words."""
+"""Why a search has no mesh to look at, in words: constraints that cannot be, one by one or together."""
 
+import functools
 import math
+from collections.abc import Callable
 
+from shardlm.errors import ShardlmError
 from shardlm.layers.delta_net import DeltaNetConfig
 from shardlm.layers.mamba import MambaConfig
 from shardlm.mesh import AXES
@@ -9,6 +12,21 @@ from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import Constraint, Constraints
 from shardlm.plan.ways import laid_out, memories
 from shardlm.train.config import RunConfig
+
+
+class NothingRuns(ShardlmError):
+    """No mesh can run a configuration. Which batch one could run takes as long to find as that none can: the words are
+    made when they are asked for, as an advice asks of few of the numbers of GPUs that it tries."""
+
+    def __init__(self, say: Callable[[], str]):
+        super().__init__(say)
+        self._say = functools.cache(say)
+
+    def __str__(self) -> str:
+        return self._say()
+
+    def __reduce__(self):
+        return ShardlmError, (str(self),)
 
 
 def no_mesh(config: RunConfig, cluster: Cluster, constraints: Constraints) -> str:

@@ -17,7 +17,7 @@ from shardlm.plan.changed import changed
 from shardlm.plan.cluster import Cluster
 from shardlm.plan.constraints import FREE, Constraints
 from shardlm.plan.least import Hope, Least
-from shardlm.plan.no_mesh import no_mesh
+from shardlm.plan.no_mesh import NothingRuns, no_mesh
 from shardlm.plan.plan import Plan
 from shardlm.plan.training_images import RowImages
 from shardlm.plan.ways import (
@@ -91,7 +91,7 @@ def search(
     plans = sorted((plan for one in tried for plan in one.plans), key=lambda plan: plan.step_seconds)
     found = dataclasses.replace(found, plans=tuple(plans), **sums)
     if not found.plans and found.smallest is None:
-        raise ShardlmError(_nothing_runs(config, cluster, constraints, found.refused))
+        raise NothingRuns(functools.partial(_nothing_runs, config, cluster, constraints, found.refused))
     return dataclasses.replace(found, smallest=_smaller(found.smallest, constraints)) if found.smallest else found
 
 
@@ -227,12 +227,12 @@ def _all(
     schedules, trains, matmuls = choices_of(laid, constraints)
     refused = known.once("refused", (laid.train, laid.mesh, laid.rules), lambda: _refusals(laid, trains))
     if all(refused.values()):
-        yield from (refused[train] for _, train, _ in itertools.product(schedules, trains, matmuls))
+        yield from (refused[train.accumulation] for _, train, _ in itertools.product(schedules, trains, matmuls))
         return
     alone = not (laid.train.shares or apart(laid))  # else replicas are asked before stages
     repeats = layers_in_stages(laid.model) if laid.mesh.pipeline > 1 and alone else 0
     for variant in variants_of(laid, constraints):
-        error = refused[variant.train]
+        error = refused[variant.train.accumulation]
         if repeats and error is None:
             error = _unfilled(repeats, variant.train, variant.pipeline, variant.mesh.pipeline)
         if error:
@@ -245,8 +245,9 @@ def _all(
                 break
 
 
-def _refusals(laid: RunConfig, trains: Iterable[TrainConfig]) -> dict[TrainConfig, ShardlmError | None]:
-    return {train: _refused(changed(laid, train=train)) for train in trains}
+def _refusals(laid: RunConfig, trains: Iterable[TrainConfig]) -> dict[int, ShardlmError | None]:
+    """By microbatches, in which alone they differ: hashing them whole takes longer."""
+    return {train.accumulation: _refused(changed(laid, train=train)) for train in trains}
 
 
 def _refused(laid: RunConfig) -> ShardlmError | None:

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec
 from small import mesh_of
 
 from shardlm.mesh import MeshSpec, shard_map
-from shardlm.ops import paged_attention
+from shardlm.ops import paged_attention, split_pages
 from shardlm.ops.attention import attend
 from shardlm.ops.kv_format import order_of
 from shardlm.ops.paged_attention import blocked, write
 from shardlm.ops.paged_kernel import pallas
-from shardlm.ops.split_pages import SplitPages
+from shardlm.ops.split_pages import SplitPages, gathered_positions
 
 SPEC = MeshSpec(expert=2, tensor=2)
 AXES = ("expert", "tensor")
@@ -27,6 +27,7 @@ SHAPES = {
     "drafts": (1, 3, AXES, {"value_dim": 12, "sinks": True}),
     "latents over one axis": (1, 1, ("expert",), {"value_dim": 12}),
     "a chunk of latents": (1, 11, AXES, {"value_dim": 12, "sinks": True, "softcap": 4.0}),
+    "a chunk in blocks": (1, 11, AXES, {"value_dim": 12, "blocks": 3 * PAGE}),
     "a chunk over one axis": (1, 11, ("tensor",), {"value_dim": 12}),
     "kv heads": (2, 1, AXES, {"softcap": 4.0}),
     "a chunk of kv heads": (2, 11, AXES, {}),
@@ -79,6 +80,9 @@ def test_split_pages_are_whole_ones(shape, name, monkeypatch):
     options = {"scale": 0.3, "softcap": 0.0, "value_dim": 0} | options
     how, sinks = options.pop("how", ""), options.pop("sinks", False)
     first, end = options.pop("ahead", (0, 0))
+    if size := options.pop("blocks", 0):  # of two pages, and then of three
+        monkeypatch.setattr(split_pages, "FIRST_BYTES", 1)
+        monkeypatch.setattr(split_pages, "block_positions", lambda rows, nbytes: size)
     q, new, table, positions = texts(kv_heads, tokens, not options["value_dim"])
     pools, orders = pools_of(new, how, name)
     last = positions.at[:, first:end].set(positions[:, end - 1 : end]) if end else positions
@@ -140,3 +144,11 @@ def test_what_a_device_has_of_a_text_is_the_first_of_its_own():
         np.testing.assert_array_equal(own, np.arange(len(own)))
         np.testing.assert_array_equal(count, np.cumsum(here >= 0))
     assert (found[:, 0] >= 0).sum(axis=0).tolist() == [1] * positions.size
+
+
+def test_chunks_that_begin_texts_gather_little_besides():
+    """Of latents of 1,152 bytes, in pages of 16: as many positions as the chunk has, or 8 MiB of them in all rows."""
+    assert gathered_positions(2048, 1, 1152, 16) == (7296, 8192)
+    assert gathered_positions(128, 16, 1152, 16) == (464, 7280)
+    assert gathered_positions(2048, 8, 1152, 16) == (2048, 8192)
+    assert gathered_positions(8192, 16, 1152, 16) == (7280, 7280)

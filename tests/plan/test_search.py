@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import pickle
 import re
 import types
 
@@ -14,6 +15,7 @@ from shardlm.hardware import GPUS
 from shardlm.hlo.rows import LAYERS
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
+from shardlm.plan import search as planned
 from shardlm.plan.alike import Alike
 from shardlm.plan.answer import answer
 from shardlm.plan.asked import budget_of, cluster_of
@@ -333,6 +335,17 @@ def test_meshes_are_compared_by_the_fewest_microbatches_that_fit():
 def test_gpus_that_are_no_power_of_two_are_told_a_batch_that_they_can_share():
     with pytest.raises(ShardlmError, match=r"A mesh can with train\.global_batch=9, which 12 GPUs can share"):
         search(config("llama3_8b"), cluster_of("h100", None, 12, 4))
+
+
+def test_words_on_why_nothing_runs_are_made_when_they_are_asked_for(monkeypatch):
+    """Advice asks for few of them; and they cross processes, whole."""
+    made = []
+    monkeypatch.setattr(planned, "_batch_that_runs", lambda *args: made.append(args) or 9)
+    with pytest.raises(ShardlmError) as caught:
+        search(config("llama3_8b", global_batch=7), cluster_of("h100", None, 24))
+    assert not made
+    assert str(caught.value).endswith("which 24 GPUs can share.") and str(caught.value) and len(made) == 1
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_remat_policies_are_tried_in_their_own_order_whatever_the_command_line_has():

@@ -22,7 +22,17 @@ from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.images import bytes_of, is_read
 from shardlm.plan.serving.mix import Mix
-from shardlm.plan.serving.weights import Held, held_bytes, made_anew, one_layer, rules_for, stages_of, weights_of
+from shardlm.plan.serving.split_pages import Split
+from shardlm.plan.serving.weights import (
+    Held,
+    cache_bytes,
+    held_bytes,
+    made_anew,
+    one_layer,
+    rules_for,
+    stages_of,
+    weights_of,
+)
 from shardlm.plan.sketch import Described
 from shardlm.plan.sketch import refuse as unknown
 from shardlm.rules import Rules
@@ -287,6 +297,7 @@ def _stage(
     heads = max(block.attention.num_heads * block.attention.head_dim for block in shape.blocks())
     heads //= rules.mesh.size(*rules.use.axes("heads"))
     position = itemsize * max((_kept_numbers(one, rules) for one in shape.attentions()), default=0)
+    splits = _splits(case, rules)
     between = 3 * shape.embed_dim * (1 + (shape.streams.count if shape.streams else 0))
 
     mixtures = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
@@ -302,6 +313,8 @@ def _stage(
         how, each = sizes.chunk_programs[kind, size], rows * tokens * itemsize
         more = WHOLE_ARRAYS * heads if "whole" in how else 0
         layer = each * (between + widest + more)
+        if splits and "whole" not in how:
+            layer = max(layer, each * between + max(one.held(rows, tokens, sizes.max_model_len) for one in splits))
         if "parts" in how:
             block = rows * position * min(sizes.max_model_len, block_positions(rows, position))
             layer = max(layer, each * (between + PARTS_ARRAYS * heads) + block)
@@ -320,6 +333,7 @@ def _stage(
     joined = linear.joined_bytes(own, rules, shape.embed_dim, itemsize) if case.weights == "dtype" else 0
     rows, each = sizes.max_rows, 1 + case.engine.drafts
     layer = rows * (each * itemsize * (between + widest) + gathered)
+    layer += max((one.held(rows, each, sizes.max_model_len) for one in splits), default=0)
     sampler = (SAMPLER_ARRAYS + (each if each > 1 else 0)) * ACTIVATION * rows * V
     decode = (max(layer, sampler) if last else layer) + unpacked(rows * each)
     largest = max(sizes.chunk_programs, key=lambda key: needs(*key))
@@ -334,6 +348,16 @@ def _stage(
         page,
         sizes.layout.slots * memory,
     )
+
+
+def _splits(case: ServingCase, rules: Rules) -> list[Split]:
+    """Of each kind of attention whose pages' positions are split; no model of which has heads of several sizes."""
+    ways, stage = case.engine.decode_context_parallel_size, of_stage(case.engine.mesh)
+    if ways == 1:
+        return []
+    model = one_layer(case.model.shape, stage, case.dtype, case.engine.kv_cache_dtype, ways)
+    where = rules, cache_bytes(model), DTYPE_BYTES[case.dtype]
+    return [found for one in case.model.shape.attention_kinds if (found := Split.of(one, *where))]
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

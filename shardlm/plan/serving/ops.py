@@ -26,6 +26,7 @@ from shardlm.plan.serving import compressed_attention as compressed
 from shardlm.plan.serving import linear_attention as linear
 from shardlm.plan.serving import sparse_attention as sparse
 from shardlm.plan.serving.prompts import OVER_PAGES, How, attends, gathered
+from shardlm.plan.serving.split_pages import Split
 from shardlm.plan.serving.weights import MEMORY, InUse, made_anew
 from shardlm.rules import Rules
 from shardlm.serve.few_bits import BLOCK
@@ -106,10 +107,9 @@ def layer_work(
     ops.append(Op("norm", "norms, rotation, activation, writes", "memory", 0, small, SMALL_KERNELS))
     ops += [op for held in plain for op in _in_eight_bits(held, _layer_of(held, kind), plain, one)]
     exchanged = [*_reduced(block, rules, one, D)]
-    if not isinstance(block.attention, DeltaNetConfig | CompressedConfig):
-        seen, _ = attended(block.attention.window, one)
-        where = one.tokens, one.rows, seen, cache_bytes, one.itemsize
-        own = split_pages.sent(block.attention, rules, *where)
+    split = Split.of(block.attention, rules, cache_bytes, one.itemsize)
+    if split and attends(one.prompts, block.attention) != "whole":
+        own = split.sent(one.tokens, one.rows, attended(block.attention.window, one)[0])
         exchanged += [Exchanged(kind, split_pages.axes_of(rules), nbytes, 1) for kind, nbytes in own]
     exchanged += [
         Exchanged("all-reduce", held.over, _all_reduced(4 * one.tokens, held.over, rules), 1)

@@ -22,7 +22,7 @@ from shardlm.plan.ways import divisors
 from shardlm.serve.engine_config import EngineConfig
 from shardlm.serve.memories import refuse
 from shardlm.serve.submeshes import of_replica, of_stage
-from shardlm.serving_rules import serving_rules, split_pages
+from shardlm.serving_rules import page_axes, serving_rules, split_pages
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -151,33 +151,37 @@ def search(case: ServingCase, fixed: Mapping[str, int] = MappingProxyType({})) -
 
 
 def best_on(case: ServingCase) -> ServingPlan:
-    """On the case's mesh; where pages limit it, or leave no room, with their positions split over the devices that have
+    """On the case's mesh; where pages limit it, or leave no room, with their positions split over devices that have
     copies of them, if that serves more and nobody says how they are. Raises as `ServingPlan.of`."""
-    try:
-        plan = ServingPlan.of(case)
-        if not case.splits or plan.most.limit != "pages":
-            return plan
-    except ShardlmError:
-        split = _split_as_far(case)
-        if split is None:
-            raise
-        return ServingPlan.of(split)
-    split = _split_as_far(case)
-    with contextlib.suppress(ShardlmError):
-        return min(plan, ServingPlan.of(split), key=order) if split else plan
-    return plan
+    found: list[ServingPlan] = []
+    why = None
+    for one in itertools.chain([case], _split(case)):
+        try:
+            found.append(ServingPlan.of(one))
+        except ShardlmError as error:
+            why = error
+            continue
+        if found[-1].most.limit != "pages":  # more devices send each other more, and serve no more
+            break
+    if why and not found:
+        raise why
+    return min(found, key=order)
 
 
-def _split_as_far(case: ServingCase) -> ServingCase | None:
-    """With pages split over all devices that have copies of them, where nobody says how they are; None where none has,
-    or they cannot be."""
+def _split(case: ServingCase) -> Iterator[ServingCase]:
+    """With pages split over devices that have copies of them, over the fewest first, where nobody says how they are;
+    nothing where none has, or they cannot be."""
     shape, engine = case.model.shape, case.engine
-    with contextlib.suppress(ShardlmError):
+    if not case.splits:
+        return
+    try:
         rules = serving_rules(shape, of_stage(engine.mesh), case.weights)
-        ways = rules.mesh.size(*rules.act.axes("heads"))
-        split_pages(rules, shape, ways, engine.block_size)
-        return case.on(decode_context_parallel_size=ways) if case.splits and ways > 1 else None
-    return None
+    except ShardlmError:
+        return
+    for ways in sorted(page_axes(rules, shape).keys() - {1}):
+        with contextlib.suppress(ShardlmError):
+            split_pages(rules, shape, ways, engine.block_size)
+            yield case.on(decode_context_parallel_size=ways)
 
 
 def order(plan: ServingPlan) -> tuple[float, float, int]:
@@ -254,8 +258,7 @@ def _seconds(why: str) -> float:
 def fits(case: ServingCase) -> bool:
     """Whether the engine takes the case's mesh and holds a request of max_model_len; where nobody says how pages are
     split, in split ones too."""
-    split = _split_as_far(case)
-    for one in (case, split) if split else (case,):
+    for one in itertools.chain([case], _split(case)):
         with contextlib.suppress(ShardlmError):
             serving_memory(one)
             return True

@@ -1,15 +1,18 @@
 """What pages take whose positions are split over devices (ops/split_pages.py): of few tokens a row queries go to all
-devices, and results back; of chunks what pages hold comes whole to each."""
+devices, and results back; of chunks what pages hold comes whole to each, unless they attend to what is at hand."""
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.mla import MlaConfig
-from shardlm.ops.split_pages import FEW_TOKENS
+from shardlm.ops.split_pages import FEW_TOKENS, gathered_positions
 from shardlm.rules import Rules
 
 LSE_BYTES = 4
+PART_BYTES, PROGRAMS = 2**20, 128  # of the kernel that attends to pages, as in ops/paged_sizes.py, which imports Pallas
 
 
 class Sent(NamedTuple):
@@ -17,6 +20,72 @@ class Sent(NamedTuple):
 
     kind: str
     nbytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Of one layer.
+
+    ways        devices over which positions are split
+    heads, kv_heads  of queries that one device has, and of pages
+    pools       of pages: keys and values, or latents alone
+    query, result  numbers of a head, as they are sent
+    position    bytes of what all devices together hold of a position
+    itemsize    of an activation
+    """
+
+    ways: int
+    heads: float
+    kv_heads: int
+    pools: int
+    query: int
+    result: int
+    position: float
+    itemsize: int
+
+    @classmethod
+    def of(cls, attention, rules: Rules, cache_bytes: float, itemsize: int) -> "Split | None":
+        """None where positions are whole. `cache_bytes`: what a device holds of a position."""
+        ways = rules.mesh.size(*axes_of(rules))
+        if ways == 1 or not isinstance(attention, AttentionConfig | MlaConfig):
+            return None
+        heads = attention.num_heads / rules.mesh.size(*rules.use.axes("heads"))
+        latents = isinstance(attention, MlaConfig)
+        query = attention.kv_latent_dim + attention.rope_dim if latents else attention.head_dim
+        result = attention.kv_latent_dim if latents else attention.value_dim
+        of_pages = (1, 1) if latents else (attention.num_kv_heads, 2)
+        return cls(ways, heads, *of_pages, query, result, cache_bytes * ways, itemsize)
+
+    def sent(self, tokens: float, rows: float, seen: float) -> Iterator[Sent]:
+        """Of so many tokens in all rows, each of which sees `seen` positions in pages."""
+        if tokens / rows > FEW_TOKENS:
+            positions, _ = self._gathered(tokens / rows, rows, seen)
+            yield Sent("all-gather", (self.ways - 1) / self.ways * rows * positions * self.position)
+            return
+        share = (self.ways - 1) * tokens * self.heads
+        yield Sent("all-gather", share * self.query * self.itemsize)
+        yield Sent("all-to-all", share * (self.result * self.itemsize + LSE_BYTES))
+
+    def held(self, rows: int, each: int, longest: int) -> float:
+        """Bytes that attention holds at once, of rows of so many tokens of texts up to `longest`. Of few: all heads'
+        queries, their results and the parts that a row's keys are attended to in; of chunks: own queries, results so
+        far in float32, and the larger of a block with its results and a block that is put together as it comes."""
+        if each <= FEW_TOKENS:
+            numbers, one = rows * each * self.heads * self.ways, 4 * each * self.heads * self.ways * self.result
+            parts = min(PART_BYTES // one, PROGRAMS // self.kv_heads)
+            attending = numbers * (self.query + self.result) * self.itemsize + (rows * parts * one if parts > 1 else 0)
+            return max(attending, 2 * numbers * (self.result * self.itemsize + LSE_BYTES))
+        numbers = rows * each * self.heads
+        first, more = gathered_positions(each, rows, math.ceil(self.position), self.ways)
+        block = rows * self.position * min(longest, more if longest > first else first)
+        moment = max(numbers * self.result * self.itemsize + block, block * (1 + 1 / self.pools))
+        return numbers * (self.query * self.itemsize + 4 * self.result) + moment + block / self.ways
+
+    def _gathered(self, each: float, rows: float, seen: float) -> tuple[float, int]:
+        """(positions of each row that come to a device, in how many blocks), where rows have `each` tokens."""
+        first, more = gathered_positions(math.ceil(each), math.ceil(rows), math.ceil(self.position), self.ways)
+        blocks = max(0, math.ceil((seen - first) / more))
+        return first + blocks * more, 1 + blocks
 
 
 def axes_of(rules: Rules) -> tuple[str, ...]:
@@ -27,28 +96,3 @@ def axes_of(rules: Rules) -> tuple[str, ...]:
 def whole_bytes(rules: Rules, each: float, cache_bytes: float) -> float:
     """Of one position, as a device reads it that keeps `cache_bytes`: with more than few tokens a row, all of it."""
     return cache_bytes if each <= FEW_TOKENS else cache_bytes * rules.mesh.size(*axes_of(rules))
-
-
-def sent(
-    attention: AttentionConfig | MlaConfig,
-    rules: Rules,
-    tokens: float,
-    rows: float,
-    seen: float,
-    cache_bytes: float,
-    itemsize: int,
-) -> Iterator[Sent]:
-    """Of so many tokens in all rows, each of which sees `seen` positions; nothing where positions are whole."""
-    ways = rules.mesh.size(*axes_of(rules))
-    if ways == 1:
-        return
-    if tokens / rows > FEW_TOKENS:
-        yield Sent("all-gather", (ways - 1) * rows * seen * cache_bytes)
-        return
-    N = attention.num_heads / rules.mesh.size(*rules.use.axes("heads")) * ways
-    latents = isinstance(attention, MlaConfig)
-    query = attention.kv_latent_dim + attention.rope_dim if latents else attention.head_dim
-    result = attention.kv_latent_dim if latents else attention.value_dim
-    share = (ways - 1) / ways * tokens * N
-    yield Sent("all-gather", share * query * itemsize)
-    yield Sent("all-to-all", share * (result * itemsize + LSE_BYTES))
