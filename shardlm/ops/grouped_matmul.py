@@ -125,8 +125,8 @@ def _blocked_rows(x, w, group_sizes, transposed: bool):
                 at, column = starts[g] + i * block, p * size if transposed else 0
                 here = (at, 0) if transposed else (at, p * size)
                 mine = (jnp.arange(block) < group_sizes[g] - i * block)[:, None]
-                own = jnp.where(mine, jax.lax.dynamic_slice(padded, here, (block, width if transposed else size)), 0)
-                made = own @ (weight.T if transposed else weight)
+                own = jax.lax.dynamic_slice(padded, here, (block, width if transposed else size))
+                made = jnp.where(mine, own @ (weight.T if transposed else weight), 0)
                 made += jax.lax.dynamic_slice(y, (at, column), made.shape)
                 return jax.lax.dynamic_update_slice(y, made, (at, column))
 

@@ -48,11 +48,12 @@ def test_weights_in_parts(arrays, dtype, monkeypatch):
         np.testing.assert_allclose(*(x.astype("float32") for x in (a, b)), atol=2e-5 if dtype == "float32" else 0.1)
 
 
-def test_a_weight_without_rows_is_not_read():
-    """What it holds, numbers or not, is nobody's."""
-    x, w = jnp.ones((2, 6)), jnp.ones((4, 6, 10)).at[jnp.array([0, 3])].set(jnp.nan)
-    sizes = jnp.array([0, 1, 1, 0], jnp.int32)
-    assert np.array_equal(grouped_matmul(x, w, sizes, implementation="blocked"), np.full((2, 10), 6.0))
+def test_what_is_no_number_stays_with_its_group():
+    """Of a weight without rows it is nobody's; rows of a block that are the next group's are not its own."""
+    x, w = jnp.ones((32, 6)), jnp.ones((4, 6, 10)).at[jnp.array([0, 2])].set(jnp.nan)
+    found = grouped_matmul(x, w, jnp.array([0, 16, 3, 13], jnp.int32), implementation="blocked")
+    assert np.array_equal(np.isnan(found).all(axis=1), (np.arange(32) >= 16) & (np.arange(32) < 19))
+    assert np.array_equal(found[19:], np.full((13, 10), 6.0)) and np.array_equal(found[:16], np.full((16, 10), 6.0))
 
 
 def test_many_rows_and_blocks():
