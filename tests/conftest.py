@@ -121,7 +121,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cases",
         metavar="K/N",
-        help="of tests with N cases or more, as of each family, every N-th from K (modulo N)",
+        help="of each test's cases, as those of each family, every N-th from K (modulo N), and one at least",
     )
 
 
@@ -130,20 +130,14 @@ def pytest_collection_modifyitems(config, items):
     """Leaves the cases that --cases asks for, and puts the longest files first; pytest-xdist hands files out in this
     order (--no-loadscope-reorder)."""
     if config.option.cases:
+        from cases import cases_of
+
         first, step = map(int, config.option.cases.split("/"))
-        kept = cases_of(items, first % step, step)
+        kept = cases_of(items, first, step)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-
-
-def cases_of(items, first: int, step: int) -> set:
-    """All cases of tests that have few, and of the others every `step`-th."""
-    tests = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {case for of in tests.values() for case in (of[first::step] if len(of) >= step else of)}
 
 
 @pytest.fixture(scope="session", autouse=True)
