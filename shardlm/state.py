@@ -33,11 +33,11 @@ TEACHER = "teacher"  # of frozen weights, those of another model that a run lear
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """params float32 by path, the trained ones, ENCODER's too; opt_state; step int32, number of updates tried; ema like
-    params or None; loss_scale or None; skipped int32, steps without an update, since it was not finite or there was
-    nothing to learn; bad_steps int32, how many were not finite in a row up to now (in fp16 only those at the lowest
-    loss scale); link, what replicas behind a slow link keep of their own between exchanges (train/compression.py,
-    train/diloco.py), or None; frozen, weights that no step changes (under adapters, layers/lora.py; of the reference,
-    train/preference.py; under TEACHER of a teacher, train/distill.py), or None: not part of checkpoints."""
+    params or None; loss_scale or None; skipped int32, steps whose update was left out because it was not finite;
+    bad_steps int32, how many of them in a row up to now (in fp16 only those at the lowest loss scale); link, what
+    replicas behind a slow link keep of their own between exchanges (train/compression.py, train/diloco.py), or None;
+    frozen, weights that no step changes (under adapters, layers/lora.py; of the reference, train/preference.py; under
+    TEACHER of a teacher, train/distill.py), or None: not part of checkpoints."""
 
     params: Tree
     opt_state: Tree

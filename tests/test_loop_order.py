@@ -250,16 +250,6 @@ def test_what_a_checkpoint_owes(step, metrics, owes):
     assert resume(program, checkpoints, mock.MagicMock())[1:3] == (step, owes)
 
 
-def test_that_batches_have_nothing_to_learn_is_told_once():
-    run = Recorded()
-    run.program.objective, run._flops = types.SimpleNamespace(counted="tokens"), lambda values: 0.0
-    plain = {"loss": 1.0, "grad_norm": 1.0, "finite": 1.0, "bad_steps": 0.0, "tokens": 8.0}
-    for step, learned in enumerate((4.0, 0.0, 4.0, 0.0), 1):
-        Run.report(run, step, plain | {"learned": learned}, 0.0)
-    [said] = [call.args[0] for call in run.progress.note.call_args_list]
-    assert said.startswith("step 2: there is no token to learn in batch 1 (rows ")
-
-
 def test_replies_follow_from_the_steps_before_and_further_updates_with_them_do_not():
     rollouts = Rollouts(None, None, None)
     assert rollouts.follows

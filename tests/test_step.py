@@ -1,12 +1,10 @@
 """The training step: overflow in float16, bad steps, the average of the weights, and the learning rate it reports."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from small import LLAMA, mesh_of, on_devices, packed_batch, relative_error
 
@@ -14,11 +12,9 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.optim import OptimConfig
 from shardlm.precision import GROWTH_INTERVAL, LossScale
-from shardlm.state import TrainState
 from shardlm.train.config import RunConfig, TrainConfig
-from shardlm.train.faults import check_finite, nothing_learned
+from shardlm.train.faults import check_finite
 from shardlm.train.program import Program
-from shardlm.train.step import StepConfig, make_update
 
 CONFIG = RunConfig(
     model=LLAMA,
@@ -97,44 +93,6 @@ def test_counts_are_of_what_is_attended():
     real = batch["segment_ids"] > 0
     assert metrics[0]["tokens"] == real.sum()
     assert metrics[0]["attention_pairs"] == (batch["positions"] + 1)[real].sum()
-
-
-class Plain:
-    """Of a ModelDef what an update asks, on one device."""
-
-    execution = types.SimpleNamespace(rules=types.SimpleNamespace(optimizer=None, rest=None))
-
-    def place(self, tree, where):
-        return tree
-
-
-def test_a_batch_without_anything_to_learn_changes_nothing():
-    """Decay and the moments of the step before would move the weights by 0.008 to 0.011 here."""
-    tx, params = optax.adamw(1e-2, weight_decay=0.1), {"w": jnp.arange(1.0, 5.0)}
-    update = make_update(Plain(), tx, lambda count: count * 1.0, StepConfig(ema_decay=0.5))
-    zero = jnp.int32(0)
-    state = TrainState(params, tx.init(params), zero, jax.tree.map(jnp.copy, params), None, zero, zero)
-    row, losses = jnp.ones((1, 4), jnp.int32), {"loss": jnp.float32(1)}
-    batch = {"segment_ids": row, "positions": row, "loss_mask": jnp.ones((1, 4), jnp.float32)}
-    silent = batch | {"loss_mask": jnp.zeros((1, 4), jnp.float32)}
-    none = jax.tree.map(jnp.zeros_like, params)
-    state, metrics = update(state, batch, {"w": jnp.ones(4)}, losses, None)
-    assert metrics["learned"] == 4 and metrics["skipped"] == 0
-    after, metrics = update(state, silent, none, losses, None)
-    for name in ("params", "opt_state", "ema"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
-    assert (after.step, after.skipped, after.bad_steps) == (2, 1, 0)
-    assert metrics["learned"] == 0 and metrics["finite"] == 1 and metrics["learning_rate"] == 1
-    _, metrics = update(after, batch, {"w": jnp.ones(4)}, losses, None)
-    assert metrics["learning_rate"] == 1  # of the second update
-    moved, _ = update(state, batch, none, losses, None)
-    assert relative_error(moved.params, state.params) > 1e-3  # what is left out
-
-
-def test_a_batch_without_anything_to_learn_is_told():
-    assert nothing_learned(7, "pairs", "batch 6").startswith(
-        "step 7: there is no pair to learn in batch 6, and no update. Further such batches are not told; learned in"
-    )
 
 
 def test_too_many_bad_steps_name_the_step_and_the_batch():

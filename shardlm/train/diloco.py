@@ -223,7 +223,7 @@ class LocalSteps:
         return state if applied is None else self.finishing[applied](state), metrics
 
 
-SUMMED, LARGEST, SMALLEST = {"tokens", "learned", "attention_pairs"}, {"skipped", "bad_steps"}, {"finite"}
+SUMMED, LARGEST, SMALLEST = {"tokens", "attention_pairs"}, {"skipped", "bad_steps"}, {"finite"}
 
 
 def readings(metrics: Mapping[str, jax.Array | float]) -> dict[str, float | list]:

@@ -111,13 +111,3 @@ def check_finite(step: int, metrics: Mapping[str, float], *, max_bad_steps: int,
         )
     scale = f"; overflow at loss scale {metrics['loss_scale']:.0f}, halved" if "loss_scale" in metrics else ""
     return f"{problem}: update skipped{scale}"
-
-
-def nothing_learned(step: int, counted: str, rows: str) -> str:
-    """What to tell of a batch (`rows`) without anything that the objective counts: "tokens" or "pairs"."""
-    return (
-        f"step {step}: there is no {counted.removesuffix('s')} to learn in {rows}, and no update. Further such "
-        "batches are not told; learned in metrics.jsonl is 0 there, and skipped counts them. Where there "
-        "are many, rows may be too short for what comes before an answer (train.seq_len), or replies all be cut off "
-        "(grpo.mask_truncated)"
-    )

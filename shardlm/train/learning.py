@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardlm.train.program import Program
 
 SHOWN = "shown"  # of a batch: its images, as Shown
-COUNTED = ("segment_ids", "positions", "loss_mask")  # what an update counts
+COUNTED = ("segment_ids", "positions")  # what an update counts (step.counts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from shardlm.train.alike import check_configs
 from shardlm.train.check import check_vocabulary
 from shardlm.train.config import RunConfig
 from shardlm.train.diloco import readings
-from shardlm.train.faults import StopSignal, check_finite, nothing_learned
+from shardlm.train.faults import StopSignal, check_finite
 from shardlm.train.profile import Profiler, ProfileSteps
 from shardlm.train.program import Program
 from shardlm.train.resume import claim, keep, resume
@@ -101,7 +101,6 @@ class Run:
     step: int
     owes: bool = False  # whether it begins with the evaluation of what it has
     validation: dict[str, float] = dataclasses.field(default_factory=dict)
-    idle: bool = False  # whether a batch had nothing to learn, which is said once
     missed: bool = False  # whether the last checkpoint that is known of could not be written
     saving: bool = False  # whether another one has begun
 
@@ -244,13 +243,13 @@ class Run:
         self.profiler.timed(step, now - clock)
         rates = self.meter.add(1, values["tokens"], self._flops(values), now - clock)
         first_row = (step - 1) * train.global_batch
-        rows = f"batch {step - 1} (rows {first_row} to {first_row + train.global_batch - 1} of the shuffled epochs)"
-        how = {"max_bad_steps": train.max_bad_steps, "rows": rows, "remedy": self._last_good()}
-        bad = check_finite(step, values, **how)
-        counted = self.program.objective.counted
-        if not (bad or self.idle or values["learned"]):
-            self.idle = True
-            bad = nothing_learned(step, counted, rows)
+        bad = check_finite(
+            step,
+            values,
+            max_bad_steps=train.max_bad_steps,
+            rows=f"batch {step - 1} (rows {first_row} to {first_row + train.global_batch - 1} of the shuffled epochs)",
+            remedy=self._last_good(),
+        )
         if bad:
             self.say(bad)
         self.step = step

@@ -290,11 +290,10 @@ def make_train_step(
     """The step: (TrainState, Batch) -> (TrainState, metrics). `gradient` is where gradients come from: of the whole
     batch unless replicas exchange them in their own way (replicas.py).
 
-    A step whose loss or gradient norm is not finite changes nothing but the counters, nor does one of a batch without
-    anything to learn, which decay and moments would move all the same. Metrics are scalars: the objective's
-    (`losses_and_loads`, preference.py), grad_norm (before clipping), learning_rate (`rate` of the updates made so far),
-    tokens, attention_pairs (query-key pairs attended, for the FLOP count), learned (how much the loss is a mean over),
-    finite (1 or 0), the state's skipped and bad_steps and, in fp16, loss_scale.
+    A step whose loss or gradient norm is not finite changes nothing but the counters. Metrics are scalars: the
+    objective's (`losses_and_loads`, preference.py), grad_norm (before clipping), learning_rate (`rate` of the updates
+    made so far), tokens, attention_pairs (query-key pairs attended, for the FLOP count), finite (1 or 0), the state's
+    skipped and bad_steps and, in fp16, loss_scale.
     """
     update = make_update(model, tx, rate, config)
 
@@ -314,16 +313,13 @@ def scale_of(state: TrainState) -> jax.Array:
 
 def make_update(model: ModelDef, tx: optax.GradientTransformation, rate: optax.Schedule, config: StepConfig):
     """What a step does with its gradients, where the optimizer rests: (state, batch, gradients, losses, link) -> (the
-    new state, metrics), as `make_train_step` has them. Of the batch "segment_ids", "positions" and "loss_mask" are
-    counted."""
+    new state, metrics), as `make_train_step` has them. Of the batch "segment_ids" and "positions" are counted."""
     rules = model.execution.rules
 
     def step(state: TrainState, batch: Batch, grads, losses, link):
         scale = scale_of(state)
         norm = optax.tree.norm(weight_gradients(grads))
         finite = jnp.isfinite(norm) & jnp.isfinite(losses["loss"])
-        learned = config.objective.count(batch)
-        made = finite & (learned > 0)
         if config.clip_norm:
             shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * shrink, grads)
@@ -337,7 +333,7 @@ def make_update(model: ModelDef, tx: optax.GradientTransformation, rate: optax.S
             return keep_finite((moved, opt_state, ema), old)
 
         def keep_finite(new, old):
-            return jax.tree.map(lambda new, old: jnp.where(made, new, old), new, old)
+            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
         old = model.place(state.params, rules.optimizer), state.opt_state, state.ema
         moved, opt_state, ema = offload.update(update, old, grads, by_layer=config.elementwise)
@@ -351,14 +347,13 @@ def make_update(model: ModelDef, tx: optax.GradientTransformation, rate: optax.S
             step=state.step + 1,
             ema=ema,
             loss_scale=state.loss_scale.update(finite) if state.loss_scale else None,
-            skipped=state.skipped + ~made,
+            skipped=state.skipped + ~finite,
             bad_steps=bad_steps,
             link=link,
             frozen=state.frozen,
         )
         metrics = losses | {"grad_norm": norm, "finite": finite.astype(jnp.float32)} | counts(batch)
         metrics |= {"learning_rate": rate(state.step - state.skipped), "skipped": new.skipped, "bad_steps": bad_steps}
-        metrics["learned"] = learned
         if state.loss_scale:
             metrics["loss_scale"] = scale
         return new, metrics
