@@ -9,7 +9,7 @@ one row, 63 to 110 beside eight. CPU time of one core for the same (Intel Xeon, 
     int8      1.3   3.4   4.5   6.6  14.4  42.7
     int4      1.4   2.9   4.6   6.0  12.5  43.7
     fp8       2.0   8.8   8.2   9.2  19.3  47.6
-    fp4       3.8   4.6   6.0   7.2  14.7  47.6
+    fp4       3.0   4.6   6.0   7.2  14.7  47.6
 """
 
 import jax
