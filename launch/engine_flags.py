@@ -22,7 +22,7 @@ _QUANTIZATION = flags.DEFINE_enum(
     "quantization",
     None,
     ["checkpoint", "dtype", "fp8", "int8", "int4", "fp8_dynamic", "int8_dynamic"],
-    "Of weights; checkpoint: in few bits as its file has them, the default on GPUs; dtype: none; dynamic: activations "
+    "Of weights; checkpoint: in few bits as its file has them, the default of such; dtype: none; dynamic: activations "
     "too, for each token, and 8-bit numbers are multiplied.",
 )
 _KV_CACHE = flags.DEFINE_enum(

@@ -176,7 +176,7 @@ def block_rows(rows: int, groups: int) -> int:
 
 
 def divisor(of: int, most: int) -> int:
-    """The largest one up to `most`."""
+    """The largest divisor of `of` that is at most `most`."""
     return next(n for n in range(min(of, most), 0, -1) if of % n == 0)
 
 
