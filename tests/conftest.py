@@ -7,10 +7,12 @@ import gc
 import os
 import pathlib
 import sys
+import time
 
 import hypothesis
 import psutil
 import pytest
+from cases import begin_in_time, cases_of
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The older emitters of fused loops make the same loops in half the time; XLA ignores the option where it has but one.
@@ -108,6 +110,9 @@ LONGEST = (
 )
 
 
+STARTED = pytest.StashKey[float]()
+
+
 def pytest_xdist_auto_num_workers() -> int | None:
     """One more than cores where these are few and memory is enough (4 GiB a worker and the system's): of two workers,
     which wait for files, sockets and the processes that they start, a sixth of the time was idle (18:13 for 30:34 of
@@ -123,6 +128,15 @@ def pytest_addoption(parser):
         metavar="K/N",
         help="of each test's cases, as those of each family, every N-th from K (modulo N), and one at least",
     )
+    parser.addoption("--seconds", type=float, help="tests that would begin later are skipped")
+
+
+def pytest_sessionstart(session):
+    session.config.stash[STARTED] = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    begin_in_time(item.config.stash[STARTED], item.config.option.seconds)
 
 
 @pytest.hookimpl(trylast=True)  # when -m has chosen
@@ -130,8 +144,6 @@ def pytest_collection_modifyitems(config, items):
     """Leaves the cases that --cases asks for, and puts the longest files first; pytest-xdist hands files out in this
     order (--no-loadscope-reorder)."""
     if config.option.cases:
-        from cases import cases_of
-
         first, step = map(int, config.option.cases.split("/"))
         kept = cases_of(items, first, step)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -1,6 +1,10 @@
-"""What --cases leaves of tests: one case of each at least, and all of them in as many runs as it leaves parts."""
+"""What --cases leaves of tests: one case of each at least, and all of them in as many runs as it leaves parts. What
+--seconds leaves: those that begin in time."""
 
-from cases import cases_of
+import time
+
+import pytest
+from cases import begin_in_time, cases_of
 
 NAMES = [
     "a.py::test_one",
@@ -16,3 +20,11 @@ def test_every_case_has_its_turn():
     for part in parts:
         assert {name.partition("[")[0] for name in part} == {"a.py::test_one", "a.py::test_two", "b.py::test_many"}
         assert len(part) <= 1 + 1 + 3
+
+
+def test_what_would_begin_late_is_skipped_and_says_so():
+    now = time.monotonic()
+    begin_in_time(now - 1000, None)
+    begin_in_time(now, 600)
+    with pytest.raises(pytest.skip.Exception, match="not begun within --seconds=600"):
+        begin_in_time(now - 601, 600)
