@@ -1,16 +1,34 @@
-"""Which tests are run: what --cases leaves of a test's cases, and those that begin within --seconds (conftest.py)."""
+"""Which tests are run: which cases of those with many are wide, what --cases leaves of each, and what begins within
+--seconds (conftest.py)."""
 
 import time
+from collections.abc import Iterable
 
 import pytest
 
 
 def cases_of(items, first: int, step: int) -> set:
     """Every `step`-th case of each test, and one at least."""
+    return {case for of in _tests(items) for case in of[first % min(step, len(of)) :: step]}
+
+
+def make_wide(items) -> None:
+    """Of a test that is marked sampled(n), n of the cases that are not wide stay so, spread over all; others are."""
+    for of in _tests(item for item in items if not item.get_closest_marker("wide")):
+        if mark := of[0].get_closest_marker("sampled"):
+            (most,) = mark.args
+            kept = {i * len(of) // most for i in range(most)}
+            for i, item in enumerate(of):
+                if i not in kept:
+                    item.add_marker("wide")
+
+
+def _tests(items) -> Iterable[list]:
+    """The cases of each."""
     tests = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {case for of in tests.values() for case in of[first % min(step, len(of)) :: step]}
+    return tests.values()
 
 
 def begin_in_time(started: float, seconds: float | None) -> None:

@@ -12,7 +12,7 @@ import time
 import hypothesis
 import psutil
 import pytest
-from cases import begin_in_time, cases_of
+from cases import begin_in_time, cases_of, make_wide
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The older emitters of fused loops make the same loops in half the time; XLA ignores the option where it has but one.
@@ -139,10 +139,12 @@ def pytest_runtest_setup(item):
     begin_in_time(item.config.stash[STARTED], item.config.option.seconds)
 
 
-@pytest.hookimpl(trylast=True)  # when -m has chosen
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     """Leaves the cases that --cases asks for, and puts the longest files first; pytest-xdist hands files out in this
     order (--no-loadscope-reorder)."""
+    make_wide(items)
+    yield  # -m chooses
     if config.option.cases:
         first, step = map(int, config.option.cases.split("/"))
         kept = cases_of(items, first, step)

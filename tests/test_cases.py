@@ -1,10 +1,10 @@
 """What --cases leaves of tests: one case of each at least, and all of them in as many runs as it leaves parts. What
---seconds leaves: those that begin in time."""
+--seconds leaves: those that begin in time. And which cases of a sampled test are wide."""
 
 import time
 
 import pytest
-from cases import begin_in_time, cases_of
+from cases import begin_in_time, cases_of, make_wide
 
 NAMES = [
     "a.py::test_one",
@@ -20,6 +20,25 @@ def test_every_case_has_its_turn():
     for part in parts:
         assert {name.partition("[")[0] for name in part} == {"a.py::test_one", "a.py::test_two", "b.py::test_many"}
         assert len(part) <= 1 + 1 + 3
+
+
+def test_some_cases_of_a_sampled_test_stay_and_the_others_are_wide():
+    class Item:
+        def __init__(self, nodeid, *marks):
+            self.nodeid, self.marks = nodeid, {mark.name: mark for mark in marks}
+
+        def get_closest_marker(self, name):
+            return self.marks.get(name)
+
+        def add_marker(self, name):
+            self.marks[name] = True
+
+    sampled, wide = pytest.mark.sampled(3).mark, pytest.mark.wide.mark
+    items = [Item(f"a.py::test_many[{i}]", sampled, *[wide] * (i == 0)) for i in range(8)]
+    items += [Item("a.py::test_one"), *(Item(f"a.py::test_few[{i}]", sampled) for i in range(2))]
+    make_wide(items)
+    stay = ["a.py::test_many[1]", "a.py::test_many[3]", "a.py::test_many[5]"]
+    assert [item.nodeid for item in items if "wide" not in item.marks] == [*stay, *(item.nodeid for item in items[8:])]
 
 
 def test_what_would_begin_late_is_skipped_and_says_so():

@@ -58,6 +58,7 @@ def written(folder) -> list[tuple[str, bytes]]:
     return [(name, a.read(...).tobytes()) for name, a in hf_files.Folder.open(folder).tensors.items()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mtp_reference", "references/gpt_oss", "references/llama_tied", "few/qwen3_moe"])
 def test_what_is_written_is_what_whole_models_make(name, tmp_path):
     folder = in_few_bits(tmp_path, "qwen3_moe")[1].path if name.startswith("few") else HF / name
@@ -99,6 +100,7 @@ def all_at_once(opened):
     return unflatten_dict(made)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2 of PEFT", "mixtral on int4", "llama on a file's bits"])
 def test_adapters_are_merged_as_in_whole_stacks(name, tmp_path, monkeypatch):
     monkeypatch.chdir(HF.parent.parent)

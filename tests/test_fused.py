@@ -86,6 +86,7 @@ def as_function(block: Block, execution: Execution):
     return lambda x: block(x, positions, _Own(), {}, 0, execution)[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(
     "spec",
@@ -114,6 +115,7 @@ def test_a_block_says_the_same(interpreted, name, spec):
 OTHERS = {"adapters": {"lora": LoraConfig(4).of_model(False)}, "int8": {"weights": "int8"}, "cpu": {"made_first": True}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", OTHERS.values(), ids=OTHERS)
 def test_weights_with_more_to_them_are_left_to_others(interpreted, how):
     rules = Rules.make("zero3", MeshSpec()).for_serving()

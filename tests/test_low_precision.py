@@ -52,6 +52,7 @@ def distance(grads, reference) -> float:
 MESHES = (MeshSpec(fsdp=8), MeshSpec(fsdp=2, tensor=4), MeshSpec(data=2, fsdp=2, tensor=2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", MESHES, ids=str)
 @pytest.mark.parametrize("matmul", [pytest.param("fp8", marks=pytest.mark.wide), "int8"])
 def test_every_mesh_gives_the_same(matmul, spec):
@@ -62,6 +63,7 @@ def test_every_mesh_gives_the_same(matmul, spec):
     assert distance(grads, one_device(matmul)[0]) < 0.01
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [MeshSpec(), MeshSpec(pipeline=2, fsdp=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("matmul", ["fp8", pytest.param("int8", marks=pytest.mark.wide)])
 def test_gradients_are_those_of_float32_within_8_bits(matmul, spec):

@@ -69,6 +69,7 @@ def held_types(state) -> dict[str, int]:
     return {name: names.count(name) for name in set(names)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name,kind,preset",
     [

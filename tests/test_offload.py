@@ -70,6 +70,7 @@ def difference(found, expected) -> float:
     return max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)) for a, b in pairs if a.size)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("offload", [OffloadConfig(optimizer=True), OffloadConfig(params=True), BOTH], ids=str)
 def test_state_rests_where_it_is_told_and_the_numbers_stay(offload):
     kinds, found = run(config(offload))

@@ -77,6 +77,7 @@ def updated(spec, preset, name):
         return jax.tree.map(np.asarray, run(init(model)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "sgd"])
 def test_sharded_update_equals_the_whole_one(name, preset):

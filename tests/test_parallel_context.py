@@ -57,6 +57,7 @@ def assert_same(got, config=LLAMA):
     assert relative_error(got[0], grads) < FP32
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec,context",
     [
@@ -73,11 +74,13 @@ def test_ring_and_ulysses(spec, context):
     assert_same(loss_and_gradients(spec, context))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 def test_windows_soft_caps_and_sinks_across_shards(context):
     assert_same(loss_and_gradients(MeshSpec(context=4, tensor=2), context, WINDOWED), WINDOWED)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_f_one_b", [False, True], ids=["circular", "1f1b"])
 def test_inside_pipeline_stages(one_f_one_b):
     spec = MeshSpec(pipeline=2, context=2, tensor=2)

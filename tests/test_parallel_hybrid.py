@@ -71,6 +71,7 @@ def test_initial_weights_are_bitwise_the_same(spec):
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "spec,preset",
     [pytest.param(*mesh, marks=[pytest.mark.wide] * (i in (0, 1, 3, 5))) for i, mesh in enumerate(MESHES)],
@@ -88,6 +89,7 @@ def test_layers_before_the_stages_and_experts_by_1f1b():
     assert relative_error(grads, one_device()[0]) < FP32
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "spec,rounds,one_f_one_b",
     [

@@ -51,6 +51,7 @@ def test_what_one_device_reports():
     assert 3 * 0.02 <= losses["balance_loss"] < 3 * 0.02 * 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec,preset",
     [
@@ -76,6 +77,7 @@ def test_accumulation_does_not_change_the_balance():
     assert_same(loss_and_gradients(MeshSpec(fsdp=2, expert=2), accumulation=4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "spec,preset,one_f_one_b",
     [

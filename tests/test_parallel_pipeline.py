@@ -43,11 +43,13 @@ def assert_same(got, config=LLAMA, rows=16):
     assert relative_error(got[0], grads) < FP32
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("preset", ["replicated", "zero1", "zero2", "zero3", "hybrid"])
 def test_every_preset_with_layers_that_do_not_divide(preset):
     assert_same(loss_and_gradients(MeshSpec(data=2, pipeline=2, fsdp=2), preset))
 
 
+@pytest.mark.sampled(2)
 # All rounds with what splits weights and rows; stages alone, and key/value heads that are held whole, in one of them.
 @pytest.mark.parametrize(
     "spec,rounds",
@@ -90,6 +92,7 @@ def test_more_stages_than_layers_divide_into():
     assert_same(loss_and_gradients(MeshSpec(pipeline=4), "zero1", SIX, microbatches=16), SIX)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "preset,spec",
     unlike(["replicated", "zero3", "hybrid"], [MeshSpec(data=2, pipeline=2, fsdp=2), MeshSpec(pipeline=4, tensor=2)]),
@@ -100,6 +103,7 @@ def test_one_forward_one_backward(spec, preset):
     assert_same(loss_and_gradients(spec, preset, config, one_f_one_b=True), config)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "spec,preset,how",
     [

@@ -46,6 +46,7 @@ def ordinary():
         return jax.tree.map(np.asarray, run(init(model), on_devices(packed_batch(), model)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec,preset", MESHES, ids=str)
 def test_the_exchange_of_exact_sums_is_the_ordinary_step(spec, preset):
     with jax.set_mesh(mesh_of(spec)):
@@ -66,6 +67,7 @@ def even(preset: str = "hybrid"):
     return jax.tree.map(np.asarray, state.params), metrics
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "spec,shares,preset",
     [
@@ -86,6 +88,7 @@ def test_uneven_shares_give_the_even_result(spec, shares, preset):
     assert relative_error(state.params, params) < 1e-3
 
 
+@pytest.mark.wide
 def test_uneven_shares_with_compression_follow_the_even_ones():
     _, metrics = train(make(changed(shares=(1, 3), compression="int8")), 4)
     np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in even()[1]], atol=5e-3)

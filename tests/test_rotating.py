@@ -119,6 +119,7 @@ def same(one, other) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ROTATED)
 @pytest.mark.parametrize(
     "spec",
@@ -143,6 +144,7 @@ def test_a_block_says_the_same(interpreted, name, spec):
             interpreted.clear()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LEFT)
 def test_what_the_kernel_does_not_have_is_left_to_layers(interpreted, name):
     rules = Rules.make("zero3", MeshSpec()).for_serving()

@@ -67,6 +67,7 @@ def test_adapters_that_pytorch_saved(tmp_path):
         shardlm.load(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY)) for name in NAMES])
 def test_peft_computes_the_same_and_reads_what_is_written(name, tmp_path):
     folder = HERE / "adapters" / name

@@ -101,6 +101,7 @@ def test_files_of_a_family(name, tmp_path):
     written_back(Reference(name, MeshSpec()), tmp_path / "back")
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", COSTLY)
 def test_logits_of_a_family_and_its_files(name, tmp_path):
     reference = Reference(name, MeshSpec())
@@ -108,6 +109,7 @@ def test_logits_of_a_family_and_its_files(name, tmp_path):
     written_back(reference, tmp_path / "back")
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.wide] * (name in ALIKE + COSTLY)) for name in NAMES]
 )
@@ -152,6 +154,7 @@ MESHED += ["bailing_hybrid", "deepseek_v32", "deepseek_v4", "hy_v4", "mistral_la
 MESHED += ["glm5_next", "kolibri1", "lara_mini", "longcat_flash", "minimax", "minimax_m3", "muse_glimmer"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.wide] * (name in COSTLY + ALIKE)) for name in MESHED]
 )

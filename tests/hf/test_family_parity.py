@@ -78,6 +78,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "spec"), CASES + [pytest.param(*case, marks=pytest.mark.wide) for case in WIDE])
 def test_a_mesh_gives_the_numbers_of_one_device(family, spec):
     loss, grads = loss_and_gradients(family, MeshSpec())

@@ -91,6 +91,7 @@ def test_blocks_are_as_small_as_pays():
     assert (at_once(4099, 1, 128, 32), at_once(64, 1, 128, 0)) == (4099, 64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reads", ["blocked", "pallas"])
 @pytest.mark.parametrize("kind", ["none", pytest.param("all", marks=pytest.mark.wide), "chosen"])
 def test_pages_hold_what_rows_have(kind, reads, monkeypatch):

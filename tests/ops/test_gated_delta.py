@@ -27,6 +27,7 @@ def numbers(length: int, seed: int = 0, channels: bool = False) -> list[jax.Arra
     return [unit(jnp.asarray(q)), unit(jnp.asarray(k)), v, -(decay**2), 1 / (1 + np.exp(-beta)), state]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("length", "channels", "takes_back"),
     [(n, channels, True) for n in (1, 5, CHUNK, 2 * CHUNK + 22) for channels in (False, True)]
@@ -50,6 +51,7 @@ def test_chunks_are_the_rule(length, channels, takes_back):
         assert jnp.abs(a - b).max() < 2e-5 * max(1, jnp.abs(b).max())  # measured: up to 2e-6
 
 
+@pytest.mark.wide
 def test_factors_in_16_bits():
     """Of equal keys and hardly any decay, where all that is remembered is read and taken back again and again, against
     the rule in float64: of each array, as a part of its length."""
@@ -76,6 +78,7 @@ def test_factors_in_16_bits():
             assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("back", "decays"), [(False, 1), (True, 1), (False, 32), (True, 32)])
 def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back, decays):
     rng, n, H, V = np.random.default_rng(0), 5, 32, 64
@@ -89,6 +92,7 @@ def test_the_kernel_for_gpus_carries_states_as_the_loop_does(back, decays):
         np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("channels", "takes_back"), [(False, True), (True, True), (False, False)])
 def test_the_kernel_for_gpus_steps_where_states_lie(channels, takes_back):
     """A row that begins in a slot another text left, one that goes on, one without a token; other slots stay as they
@@ -129,6 +133,7 @@ def test_what_decays_at_once_is_no_infinity():
     assert np.isfinite(found[0])
 
 
+@pytest.mark.wide
 def test_the_inverse_of_equal_keys():
     """The same key in every token, of which sums of powers would make numbers of 1e18."""
     lower = jnp.tril(jnp.ones((64, 64)), -1)

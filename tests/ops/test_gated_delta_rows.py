@@ -49,6 +49,7 @@ def by_kernels(given, asked, text) -> tuple[jax.Array, ...]:
     return *made, *gradients_by_kernel(CHUNK, kept, *given, text, *asked, interpret=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("length", "spread"), [(33, 1.0), (CHUNK, 1.0), (3 * CHUNK + 20, 0.3), (3 * CHUNK + 20, 3.0)])
 def test_the_kernels_for_gpus_are_the_rule(length, spread):
     """A row that goes on from its state to the end and one in which texts begin, also within a block of the inverse and
@@ -66,6 +67,7 @@ def test_the_kernels_for_gpus_are_the_rule(length, spread):
         assert error < 1.25 * usual  # measured: up to 1.17
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("heads", "key_heads", "width", "values"), [(4, 1, 128, 128), (2, 2, 128, 64)])
 def test_heads_as_wide_as_qwens(heads, key_heads, width, values):
     """[128, 128], which several programs go over, and several heads of values for one of keys; and one each."""

@@ -102,6 +102,7 @@ def test_what_has_no_pairs_is_refused():
 PRODUCTS = {"one row": (1, 1024, 96), "odd": (5, 100, 7), "parts": (17, 768, 200), "blocks of rows": (130, 48, 64)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("shape", "how"),
     [
@@ -138,6 +139,7 @@ def test_parts_of_many_rows_are_summed_in_one_program():
     assert np.array_equal(run(x[:1])[0], found[0])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("how", "sizes"), [*((how, [3, 0, 37, 1]) for how in FORMS), ("int4", [300, 0, 129, 111])])
 def test_experts_by_the_kernel(how, sizes):
     """One without rows, one with several blocks of them, and rows of none at the end."""
@@ -163,6 +165,7 @@ def test_few_experts_are_split():
     np.testing.assert_allclose(found, expected, atol=2e-6 * K**0.5 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["int4", "fp8", "AWQ"])
 def test_a_mixture_on_a_mesh_runs_experts_as_they_are_held(how, monkeypatch):
     monkeypatch.setattr(grouped_kernel, "of_experts", functools.partial(of_experts, interpret=True))
@@ -227,6 +230,7 @@ class _Projections(nnx.Module):
         params.projection(self, "down", (512, 64), ("mlp", "embed"), normal(1.0))
 
 
+@pytest.mark.sampled(2)
 # Of those alike in how zeros and scales lie one each.
 @pytest.mark.parametrize(
     "how",

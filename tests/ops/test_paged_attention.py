@@ -62,6 +62,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name, page", [*((name, PAGE) for name in IMPLEMENTATIONS), ("blocked", LARGE)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_implementations_equal_the_reference(shape, name, page):
@@ -114,6 +115,7 @@ BFLOAT16 = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
 @pytest.mark.parametrize("shape", BFLOAT16)
 def test_the_kernel_in_bfloat16_equals_the_reference(shape, capability):
@@ -259,6 +261,7 @@ def test_eight_bits(how):
     np.testing.assert_array_equal(found[1, jnp.array([0, 2])], numbers[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_layers_whose_heads_differ_share_a_pool(name):
     """A page of two heads of 16 is two of one head of 16, each a layer's own."""

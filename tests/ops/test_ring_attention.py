@@ -80,17 +80,20 @@ def assert_equals_reference(
         assert relative_error(got[kind], tuple(expected)) < tolerance, kind
 
 
+@pytest.mark.sampled(3)
 # Float32 sums in another order (measured: up to 2.3e-6).
 @pytest.mark.parametrize("C,window", [(2, 0), (4, 0), (8, 0), (4, 5), (4, 20), (8, 3)])
 def test_ring_equals_the_reference(C, window):
     assert_equals_reference(C, "ring", window, rows_of_documents())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("C,window", [(2, 0), (4, 0), (8, 0), (4, 20)])  # with 2 kv heads: own ones, and repeated ones
 def test_ulysses_equals_the_reference(C, window):
     assert_equals_reference(C, "ulysses", window, rows_of_documents())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 @pytest.mark.parametrize("softcap,window", [(0.0, 20), (8.0, 0)])
 def test_soft_caps_and_sinks_cross_devices(context, softcap, window):
@@ -102,6 +105,7 @@ def test_a_chunk_of_queries_at_a_time(monkeypatch):
     assert_equals_reference(2, "ring", 0, rows_of_documents())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window,bias_bytes", [(0, 2**30), (0, 2048), (20, 2048)], ids=["whole", "cut", "window"])
 def test_what_cudnn_is_given(window, bias_bytes, monkeypatch):
     """The whole row's result is rounded to bfloat16 on its way to the backward pass (measured: 0.014 to 0.019; 0.049
@@ -113,6 +117,7 @@ def test_what_cudnn_is_given(window, bias_bytes, monkeypatch):
     assert_equals_reference(2, "ring", window, rows_of_documents(), "cudnn", jnp.bfloat16, tolerance=0.03, sinks=sinks)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window,sinks", [(0, None), (20, None), (20, SINKS)])
 def test_what_cudnn_is_given_of_whole_rows(window, sinks, monkeypatch):
     """Under a policy that keeps everything no [T, T] of a layer is kept (measured error: 0.012)."""

@@ -97,6 +97,7 @@ def test_a_share_keeps_the_latencies_asked_for():
     assert times_of_requests(Programs(replica), load) == times | {"within_limits": pytest.approx(0.9, abs=0.002)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("output_len", "asked"), [(32, {}), (64, {"range_ratio": 0.5, "shared_prefix": 512})])
 def test_whether_requests_are_in_time_is_known_sooner_than_their_times(output_len, asked):
     """Decode programs that nobody waits for are run as one: times differ by little, and with the limit as far from the

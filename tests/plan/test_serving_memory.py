@@ -57,6 +57,7 @@ def bytes_by_device(tree) -> set[int]:
 ROOM = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 4}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("family", "axes", "options"),
     [

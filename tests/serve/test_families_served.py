@@ -99,6 +99,7 @@ def check_beams(llm, prompt: list[int], expected: dict) -> None:
             np.testing.assert_allclose([beam.cum_logprob for beam in output.sequences], found["sums"], atol=10 * CLOSE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "spec"),
     [pytest.param(name, spec, marks=[pytest.mark.wide] * (name in COSTLY)) for name, spec in SAMPLE],

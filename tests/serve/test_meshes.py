@@ -100,6 +100,7 @@ def requests(count: int) -> dict[str, tuple[list[int], SamplingParams]]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_every_mesh_says_what_one_device_says(name, sizes):
     spec = MeshSpec(**sizes)

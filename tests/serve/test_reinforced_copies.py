@@ -117,6 +117,7 @@ def test_copies_of_a_checkpoint_that_sees_have_no_encoder_for_texts(folder, monk
     assert given["limit_mm_per_prompt"] == {"image": 0}
 
 
+@pytest.mark.wide
 def test_a_prompts_replies_are_those_of_its_seed_by_however_many_copies(folder):
     state, sampler = made(folder, MeshSpec(data=4), 1)
     asked = [SamplingParams(n=4, seed=7, max_tokens=5, logprobs=0, ignore_eos=True)] * 5
@@ -149,6 +150,7 @@ def test_weights_come_one_after_the_other(folder, monkeypatch):
     assert all(there <= sum(sizes[: i + 1]) + max(sizes) for i, (there, _) in enumerate(seen))
 
 
+@pytest.mark.wide
 def test_copies_without_room_are_said_and_leave_nothing(folder, monkeypatch):
     state, sampler = made(folder, MeshSpec(data=2), 1)
     with sampler.holding(state.params, None):
@@ -178,6 +180,7 @@ def test_what_lies_as_it_is_sampled_with_is_not_copied(folder):
     assert copy.unsafe_buffer_pointer() == own.addressable_shards[1].data.unsafe_buffer_pointer()
 
 
+@pytest.mark.wide
 def test_the_sums_of_adapters_are_let_go_of(folder):
     state, sampler = made(folder, MeshSpec(fsdp=2), 1, lora=LoraConfig(2))
     before = settled()

@@ -117,6 +117,7 @@ def test_each_way_is_run_and_timed(served, monkeypatch, held):
     assert ran.count("pallas") == 2 * layers  # attention, both ways
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("apart", [False, True])
 def test_layers_side_by_side_are_timed(monkeypatch, apart):
     """As Cohere's, whose feed-forward networks have no norm of their own, and GPT-NeoX's, whose have."""

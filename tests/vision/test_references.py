@@ -11,6 +11,7 @@ ALWAYS = ("gemma3", "qwen3_vl-video")
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in references.EVERY if name not in ALWAYS]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*ALWAYS, *WIDE])
 def test_replies_are_those_of_transformers(name, tmp_path):
     llm = LLM(references.folder(name, tmp_path), **SIZES | {"max_num_batched_tokens": 96})

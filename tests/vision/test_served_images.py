@@ -58,6 +58,7 @@ def test_an_equal_beginning_is_found_and_another_image_is_not(llm, expected):
     assert replies(other) != expected[:1]
 
 
+@pytest.mark.wide
 def test_who_is_preempted_reads_its_images_again(family, expected):
     tight = LLM(family.folder, **SIZES | {"enable_prefix_caching": False}, kv_cache_bytes=70 * 2048)
     assert replies(asked(tight, ASKS)) == expected
@@ -81,6 +82,7 @@ def test_meshes(family, expected, mesh):
     assert replies(asked(LLM(family.folder, mesh=mesh, **SIZES), ASKS)) == expected
 
 
+@pytest.mark.wide
 def test_drafts_of_ngrams(family, expected):
     drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     assert replies(asked(LLM(family.folder, speculative_config=drafting, **SIZES), ASKS)) == expected
@@ -111,6 +113,7 @@ def test_text_alone(family, expected):
     assert len(output.prompt_token_ids) == 3
 
 
+@pytest.mark.wide
 def test_a_run_sees_by_the_encoder_that_it_began_with(family, expected, tmp_path, caplog):
     """Which is in its checkpoint's folder, as long as that is there."""
     folder, run = shutil.copytree(family.folder, tmp_path / "folder"), tmp_path / "run"
