@@ -96,7 +96,23 @@ def split_pages(rules: Rules, shape: TransformerConfig, ways: int, page_size: in
             f"{asked} does not divide pages of block_size={page_size} tokens; choose a block_size of "
             f"{math.lcm(page_size, ways)}"
         )
+    _check_windows(shape, asked, ways, page_size)
     return rules.with_split_pages(found[ways])
+
+
+def _check_windows(shape: TransformerConfig, asked: str, ways: int, page_size: int) -> None:
+    """Raises ShardlmError where a device would have more of one window of positions than of another: those that are no
+    whole pages."""
+    windows = {attention.window for attention in shape.attention_kinds} - {0}
+    if not any(window % page_size for window in windows):
+        return
+    every = math.gcd(*windows)
+    sizes = [size for size in range(ways, every + 1, ways) if every % size == 0]
+    best = max((size for size in sizes if size <= page_size), default=min(sizes, default=0))
+    raise ShardlmError(
+        f"{asked}: layers see {' or '.join(map(str, sorted(windows)))} tokens, and no whole pages of "
+        f"block_size={page_size}; {f'choose a block_size of {best}' if best else 'set it to 1'}"
+    )
 
 
 def page_axes(rules: Rules, shape: TransformerConfig) -> dict[int, tuple[str, ...]]:
@@ -125,7 +141,7 @@ def _check_split(attention: Attention, asked: str, devices: int) -> None:
     """Raises ShardlmError where pages of this attention, its heads over so many devices, are not split."""
     if isinstance(attention, MlaConfig):
         return
-    if not isinstance(attention, AttentionConfig) or attention.window or attention.chunk:
+    if not isinstance(attention, AttentionConfig) or attention.chunk:
         raise ShardlmError(f"{asked}: layers of the model see a part of the positions alone; set it to 1")
     if attention.num_kv_heads % devices == 0:
         raise ShardlmError(

@@ -142,14 +142,15 @@ def test_pages_go_to_the_host_and_back_and_nothing_else_moves(tensor):
         assert text.count(" copy-start(") == 2
 
 
-def test_pages_split_over_devices_are_written_and_read_where_they_lie():
+@pytest.mark.parametrize("drafts", ["", "ngram"])
+def test_pages_split_over_devices_are_written_and_read_where_they_lie(drafts):
     """Of latents, of which four devices had copies: a quarter on each, no copy of it, and in a layer one exchange of
     queries and one of results."""
-    compiled, state = decoding(4, LATENT, split=4)
+    compiled, state = decoding(4, LATENT, split=4, drafts=drafts)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pool = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state.pages))
-    assert pool / 4 > 2**25 and pool / 4 <= memory.alias_size_in_bytes < pool / 4 + 2**20
-    assert memory.temp_size_in_bytes < pool / 4
+    assert pool / 4 > 2**25 and pool / 4 <= memory.alias_size_in_bytes < pool / 4 + 2**21  # and texts, for n-grams
+    assert memory.temp_size_in_bytes < pool / (2 if drafts else 4)
     moved = re.findall(r" = \(?bf16\[([\d,]+)\]\S* (?:copy|copy-start|dynamic-slice)\(", text)
     assert max((math.prod(map(int, shape.split(","))) for shape in moved), default=0) < pool // 64
     layers = LATENT.num_layers

@@ -9,11 +9,20 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.mixtral import MixtralConfig
+from shardlm.models.transformer_config import Segment, TransformerConfig
 from shardlm.serving_rules import serving_rules, split_pages
 
 BOTH = ("expert", "tensor")
 V3, MIXTRAL = DeepseekConfig(), MixtralConfig()
 FEW_KV = dataclasses.replace(MIXTRAL, num_kv_heads=4)
+LATENTS, ALL_KV, FEW = (config.transformer() for config in (V3, MIXTRAL, FEW_KV))
+
+
+def of_window(tokens: int) -> TransformerConfig:
+    """Every other layer of FEW_KV with a window."""
+    [block] = FEW.segments[0].pattern
+    first = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=tokens))
+    return dataclasses.replace(FEW, segments=(Segment((first, block), FEW.num_layers // 2),))
 
 
 @pytest.mark.parametrize(
@@ -49,34 +58,35 @@ def test_groups_of_few_bits_stay_whole():
 
 
 @pytest.mark.parametrize(
-    ("config", "mesh", "ways", "axes"),
+    ("shape", "mesh", "ways", "axes"),
     [
-        (V3, MeshSpec(expert=8), 8, ("expert",)),
-        (V3, MeshSpec(expert=4, tensor=2), 8, BOTH),
-        (V3, MeshSpec(expert=4, tensor=2), 4, ("expert",)),
-        (V3, MeshSpec(expert=4, tensor=2), 2, ("tensor",)),
-        (FEW_KV, MeshSpec(expert=8), 8, ("expert",)),
-        (V3, MeshSpec(expert=8), 1, ()),
+        (LATENTS, MeshSpec(expert=8), 8, ("expert",)),
+        (LATENTS, MeshSpec(expert=4, tensor=2), 8, BOTH),
+        (LATENTS, MeshSpec(expert=4, tensor=2), 4, ("expert",)),
+        (LATENTS, MeshSpec(expert=4, tensor=2), 2, ("tensor",)),
+        (FEW, MeshSpec(expert=8), 8, ("expert",)),
+        (LATENTS, MeshSpec(expert=8), 1, ()),
+        (of_window(64), MeshSpec(expert=8), 8, ("expert",)),
     ],
 )
-def test_pages_are_split_over_devices_that_have_copies(config, mesh, ways, axes):
-    shape = config.transformer()
+def test_pages_are_split_over_devices_that_have_copies(shape, mesh, ways, axes):
     rules = split_pages(serving_rules(shape, mesh), shape, ways, 16)
     assert rules.act.axes("slots") == axes
 
 
 @pytest.mark.parametrize(
-    ("config", "mesh", "ways", "page_size", "why"),
+    ("shape", "mesh", "ways", "page_size", "why"),
     [
-        (V3, MeshSpec(expert=8), 4, 16, "keys and values; choose from 1, 8, or a mesh such as expert=2 tensor=4$"),
-        (V3, MeshSpec(expert=8), 3, 16, "copies of keys and values; choose from 1, 8$"),
-        (V3, MeshSpec(expert=8), 8, 20, "does not divide pages of block_size=20 tokens; choose a block_size of 40"),
-        (V3, MeshSpec(), 2, 16, "choose from 1"),
-        (MIXTRAL, MeshSpec(tensor=4), 4, 16, "kv heads of its own of 8 already"),
-        (FEW_KV, MeshSpec(expert=8), 2, 16, "from 1, 8. Each of them has all kv heads, so that 8 hold a position once"),
+        (LATENTS, MeshSpec(expert=8), 4, 16, "keys and values; choose from 1, 8, or a mesh such as expert=2 tensor=4$"),
+        (LATENTS, MeshSpec(expert=8), 3, 16, "copies of keys and values; choose from 1, 8$"),
+        (LATENTS, MeshSpec(expert=8), 8, 20, "not divide pages of block_size=20 tokens; choose a block_size of 40"),
+        (LATENTS, MeshSpec(), 2, 16, "choose from 1"),
+        (ALL_KV, MeshSpec(tensor=4), 4, 16, "kv heads of its own of 8 already"),
+        (of_window(56), MeshSpec(expert=8), 8, 16, "see 56 tokens, .* of block_size=16; choose a block_size of 8$"),
+        (of_window(20), MeshSpec(expert=8), 8, 16, "see 20 tokens, .* of block_size=16; set it to 1$"),
+        (FEW, MeshSpec(expert=8), 2, 16, "from 1, 8. Each of them has all kv heads, so that 8 hold a position once"),
     ],
 )
-def test_what_cannot_be_split_so_is_refused(config, mesh, ways, page_size, why):
-    shape = config.transformer()
+def test_what_cannot_be_split_so_is_refused(shape, mesh, ways, page_size, why):
     with pytest.raises(ShardlmError, match=why):
         split_pages(serving_rules(shape, mesh), shape, ways, page_size)

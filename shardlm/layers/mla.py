@@ -151,6 +151,8 @@ class Mla(nnx.Module):
         kept = {} if ctx.selection is None else {SELECTION: selection}
         if ctx.absorbs:
             # Attention over the latents themselves: W_uk moves to the queries, W_uv to the output (section 2.1.2).
+            if (T := x.shape[1]) & (T - 1):  # XLA's Triton finds no tiles of a product that begins with such a slice
+                q = jax.lax.optimization_barrier(q)
             q = jnp.concatenate([project("btnh,rnh->btnr", q, self, "wk_up", execution), q_rope], axis=-1)
             k = jnp.concatenate([latent[:, :, None], k_rope], axis=-1)  # [B, T, 1, R + rope]
             if behind := config.room - k.shape[-1] if config.room else 0:

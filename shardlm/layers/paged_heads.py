@@ -83,10 +83,10 @@ class OnDevice:
         heads = pages["k"].shape[self.orders["k"].index("k")]
         head = self.own_head and self.own_head(heads, q.shape[2])
         if self.split:
-            assert selection is None and not self.window and not self.chunk, "checked before (serving_rules.py)"
+            assert selection is None and not self.chunk, "checked before (serving_rules.py)"
             options = {"scale": self.scale, "softcap": self.softcap, "value_dim": self.value_dim}
-            last = positions if until is None else until
-            return self.split.attend(q, pages, page_table, last, first, sinks, head, options)
+            where = (page_table, positions, first, sinks, head)
+            return self.split.attend(q, pages, *where, options, self.window, until)
         if not head_choice.is_for_each(selection):
             return self._by(selection, q, pages, page_table, positions, first, sinks, head, until)
         where = (pages, page_table, positions, first, sinks)

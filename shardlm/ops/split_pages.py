@@ -7,11 +7,12 @@ A device's positions are those of the text in order, so that what it has of the 
 own, and attention over its part is attention over pages that are smaller. Few tokens a row: all queries go to all
 devices, and what each finds, with its log-partition, to the device of the head. Many: pages come whole to all devices,
 a block at a time, and each attends with its own heads, since a chunk's queries and results are larger than latents are.
+Of a window of whole pages a device has equally many positions wherever it ends, so that it sees a smaller window.
 What runs here is one device's part.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -65,25 +66,29 @@ class SplitPages:
         q: jax.Array,
         pages: Mapping[str, jax.Array],
         page_table: jax.Array,
-        last: jax.Array,
+        positions: jax.Array,
         first_page: jax.Array,
         sinks: jax.Array | None,
         head: jax.Array | None,
         options: Mapping[str, Any],
+        window: int = 0,
+        until: jax.Array | None = None,
     ) -> jax.Array:
-        """Each query attends to the positions of its row up to `last` int32 [B, T]. q [B, T, N, H] of this device's
-        heads, `head` the kv head that they share, None: each has its own; returns [B, T, N, Hv]. `options` as of
+        """Each query attends to the positions of its row up to its own, int32 [B, T], or to `until`, of which it sees
+        the last `window`, whole pages, counted from its own (0: all). q [B, T, N, H] of this device's heads, `head` the
+        kv head that they share, None: each has its own; returns [B, T, N, Hv]. `options` as of
         `paged_attention.blocked`."""
+        seen = _Seen(positions if until is None else until, positions, window)
         if q.shape[1] <= FEW_TOKENS:
-            out, lse = self._few(q, pages, page_table, last, first_page, options)
+            out, lse = self._few(q, pages, page_table, seen, first_page, options)
         else:
-            out, lse = self._many(q, pages, page_table, last, first_page, dict(options) | {"head": head})
+            out, lse = self._many(q, pages, page_table, seen, first_page, dict(options) | {"head": head})
         return with_sinks(out, lse, sinks)[0].astype(q.dtype)
 
-    def _few(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
+    def _few(self, q, pages, page_table, seen: "_Seen", first_page, options) -> tuple[jax.Array, jax.Array]:
         every = jax.lax.all_gather(q, self.axes, axis=2, tiled=True)  # [B, T, all N, H]
-        seen = self.count(last, self.size(pages))
-        out, lse = self._by(every, pages, page_table, seen - 1, first_page, options)
+        seen = seen.through(lambda positions: self.count(positions, self.size(pages)) - 1, seen.window // self.ways)
+        out, lse = self._by(every, pages, page_table, seen, first_page, options)
         parts = _as_bits(out, lse).reshape(*q.shape[:2], self.ways, q.shape[2], -1)
         parts = jax.lax.all_to_all(parts, self.axes, split_axis=2, concat_axis=0)  # [ways, B, T, N, Hv + lse]
         outs, lses = _of_bits(parts, out.dtype, out.shape[-1])
@@ -93,10 +98,15 @@ class SplitPages:
         merged = (outs * weights[..., None]).sum(axis=0)  # no product of matrices, which a GPU rounds to 19 bits
         return merged / total[..., None], largest + jnp.log(total)
 
-    def _many(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
-        B, T = q.shape[:2]
-        width, page_size = page_table.shape[1], self.size(pages) * self.ways
+    def _many(self, q, pages, page_table, seen: "_Seen", first_page, options) -> tuple[jax.Array, jax.Array]:
+        (B, T), page_size = q.shape[:2], self.size(pages) * self.ways
         nbytes = sum(a.nbytes // a.shape[0] for a in pages.values()) // self.size(pages)
+        if seen.window:  # of a row's pages those that its tokens see
+            width = min(page_table.shape[1], (T + seen.window - 2) // page_size + 2)
+            before = jnp.maximum(seen.positions.min(axis=1, keepdims=True) - seen.window + 1, 0) // page_size
+            page_table = jnp.take_along_axis(page_table, before + jnp.arange(width), axis=1, mode="clip")
+            seen, T = seen.through(lambda positions: positions - before * page_size), width * page_size
+        width = page_table.shape[1]
         first, count = (min(width, n // page_size) for n in gathered_positions(T, B, nbytes, page_size))  # in pages
         table = jnp.pad(page_table, ((0, 0), (0, (first - width) % count)))
 
@@ -107,25 +117,56 @@ class SplitPages:
                 for name, a in pages.items()
             }
             own = jnp.arange(B * count, dtype=jnp.int32).reshape(B, count)
-            seen = jnp.minimum(last - begin * page_size, count * page_size - 1)
-            return self._by(q, held, own, seen, jnp.int32(0), options)
+            here = seen.through(lambda positions: positions - begin * page_size)
+            if width > count:
+                here = here.up_to(count * page_size - 1)
+            return self._by(q, held, own, here, jnp.int32(0), options)
 
         found = of_block(jnp.int32(0), first)
         if width == first:
             return found
-        stop = -(-(jnp.max(last) // page_size + 1 - first) // count)
+        stop = -(-(jnp.max(seen.last) // page_size + 1 - first) // count)
         return jax.lax.fori_loop(0, stop, lambda i, found: merge(found, of_block(first + i * count, count)), found)
 
-    def _by(self, q, pages, page_table, last, first_page, options) -> tuple[jax.Array, jax.Array]:
-        """(out, float32 but of few tokens, log-partition) over pages that are at hand; of no weight where `last` is
-        less than 0, as a row has nothing there."""
+    def _by(self, q, pages, page_table, seen: "_Seen", first_page, options) -> tuple[jax.Array, jax.Array]:
+        """(out, float32 but of few tokens, log-partition) over pages that are at hand; of no weight where a query sees
+        nothing there."""
         attend = paged_attention.implementation(self.implementation)
-        scales = {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
-        where = page_table, jnp.maximum(last, 0), first_page
-        out, lse = attend(q, pages["k"], pages.get("v"), *where, **options, **scales, with_lse=True)
-        there = last[..., None] >= 0
+        options = dict(options) | {f"{name}_scale": pages.get(name + SCALE) for name in ("k", "v")}
+        at = jnp.maximum(seen.last, 0)
+        if seen.window:
+            options["window"] = seen.window
+            if seen.last is not seen.positions:
+                at, options["until"] = jnp.maximum(seen.positions, 0), at
+        out, lse = attend(q, pages["k"], pages.get("v"), page_table, at, first_page, **options, with_lse=True)
+        there = seen.any[..., None]
         out = jnp.where(there[..., None], out, 0)
         return out if q.shape[1] <= FEW_TOKENS else out.astype(jnp.float32), jnp.where(there, lse, MASKED)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """Which positions each query sees, of some: up to `last` int32 [B, T], and not those that lie `window` or more
+    before its own, `positions` (0: all). Negative: before the first of them."""
+
+    last: jax.Array
+    positions: jax.Array
+    window: int
+
+    def through(self, place: Callable[[jax.Array], jax.Array], window: int | None = None) -> "_Seen":
+        """The same of others, among which positions lie there."""
+        last = place(self.last)
+        own = last if self.positions is self.last else place(self.positions)
+        return _Seen(last, own, self.window if window is None else window)
+
+    def up_to(self, most: int) -> "_Seen":
+        last = jnp.minimum(self.last, most)
+        return _Seen(last, self.positions if self.window else last, self.window)
+
+    @property
+    def any(self) -> jax.Array:
+        there = self.last >= 0
+        return there & (self.last > self.positions - self.window) if self.window else there
 
 
 def gathered_positions(tokens: int, rows: int, nbytes: int, page_size: int) -> tuple[int, int]:

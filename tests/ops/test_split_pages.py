@@ -31,6 +31,12 @@ SHAPES = {
     "a chunk over one axis": (1, 11, ("tensor",), {"value_dim": 12}),
     "kv heads": (2, 1, AXES, {"softcap": 4.0}),
     "a chunk of kv heads": (2, 11, AXES, {}),
+    "a window": (2, 1, AXES, {"window": 16}),
+    "a window of drafts": (2, 3, AXES, {"window": 8, "sinks": True}),
+    "a window of an image": (2, 6, AXES, {"window": 8, "ahead": (1, 5)}),
+    "a chunk with a window": (2, 11, AXES, {"window": 16}),
+    "a chunk of an image with a window": (2, 11, AXES, {"window": 8, "ahead": (2, 9)}),
+    "a window in blocks": (2, 11, AXES, {"window": 40, "ahead": (2, 9), "blocks": 2 * PAGE}),
     "an image": (1, 11, AXES, {"value_dim": 12, "ahead": (2, 9)}),
     "latents in int8": (1, 1, AXES, {"value_dim": 12, "how": "int8"}),
     "a chunk in int8": (2, 11, AXES, {"how": "int8"}),
@@ -78,7 +84,7 @@ def test_split_pages_are_whole_ones(shape, name, monkeypatch):
     monkeypatch.setattr(paged_attention, "implementation", kernels.get)
     kv_heads, tokens, axes, options = SHAPES[shape]
     options = {"scale": 0.3, "softcap": 0.0, "value_dim": 0} | options
-    how, sinks = options.pop("how", ""), options.pop("sinks", False)
+    how, sinks, window = options.pop("how", ""), options.pop("sinks", False), options.pop("window", 0)
     first, end = options.pop("ahead", (0, 0))
     if size := options.pop("blocks", 0):  # of two pages, and then of three
         monkeypatch.setattr(split_pages, "FIRST_BYTES", 1)
@@ -92,13 +98,18 @@ def test_split_pages_are_whole_ones(shape, name, monkeypatch):
     in_pools = {one: PartitionSpec(*(held.get(letter) for letter in order)) for one, order in orders.items()}
     heads_here = 8 // (SPEC.size(*AXES))
 
+    # A page that no query sees any more is another text's.
+    gone = np.maximum(np.min(positions, axis=1, keepdims=True) - window + 1, 0) // PAGE if window else 0
+
     def local(q, new, pools, table, positions, last, sinks):
         split = SplitPages(axes, SPEC.size(*axes), orders, name)
         every = jnp.broadcast_to(jnp.arange(new["k"].shape[1]), new["k"].shape[:2])
         here, own = split.place(every, split.size(pools))
         pools = write(pools, new, table, here, own & (every <= last.max(1, keepdims=True)), layer, implementation=name)
         head = jax.lax.axis_index(AXES) * heads_here * kv_heads // 8
-        return split.attend(q, pools, table, last, layer, sinks, head, options), pools
+        left = jnp.where(np.arange(WIDTH) < gone, 0, table)
+        until = last if end else None
+        return split.attend(q, pools, left, positions, layer, sinks, head, options, window, until), pools
 
     whole = (PartitionSpec(),) * 3
     specs = (spread, PartitionSpec(), in_pools, *whole, PartitionSpec(AXES) if sinks is not None else PartitionSpec())
@@ -109,6 +120,7 @@ def test_split_pages_are_whole_ones(shape, name, monkeypatch):
     k = rounded(new["k"], how)
     v = k[..., : options["value_dim"]] if "v" not in new else rounded(new["v"], how)
     mask = jnp.arange(k.shape[1]) <= last[..., None]
+    mask &= jnp.arange(k.shape[1]) > positions[..., None] - (window or k.shape[1])
     wanted = attend(q, k, v, mask, options["scale"], options["softcap"], sinks)
     np.testing.assert_allclose(out, wanted, atol=2e-5, rtol=1e-4)
     part = kept["k"].addressable_shards[0].data

@@ -70,7 +70,7 @@ ASKED = {
 }
 # Two that begin alike get in together and grow, so that one loses its pages: more than pairs have to meet for that.
 CROWDED = {name: values[0] for name, values in (HELD | ASKED).items()} | {"few_pages": True}
-LENGTH, PAGE, WINDOW = 40, 4, 6
+LENGTH, PAGE, WINDOW = 40, 4, 8  # a split window is whole pages
 MEMORY = DeltaNetConfig(num_heads=8, num_kv_heads=4, head_dim=8, value_dim=8)
 PROMPT = TOKENIZER.encode('{"name": "ab", "age": 12, x: true}' * 2)[:21]
 BESIDE = [*PROMPT[:14], *TOKENIZER.encode("né日")]  # begins alike
@@ -80,7 +80,7 @@ CLOSE = 2e-4  # of log-probabilities in float32
 
 def _refused(case: dict) -> bool:
     """Told by EngineConfig and by serving_rules.py, see the tests of refusals."""
-    alone = case.get("mesh", MeshSpec(tensor=2)).size("tensor", "expert") == 1 or case.get("first") == "window"
+    alone = case.get("mesh", MeshSpec(tensor=2)).size("tensor", "expert") == 1
     return (case.get("deterministic", False) and case.get("drafts") is not None) or (case.get("split", False) and alone)
 
 

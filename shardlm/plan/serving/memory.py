@@ -22,6 +22,7 @@ from shardlm.plan.serving.case import ServingCase
 from shardlm.plan.serving.drafts import drafter_of
 from shardlm.plan.serving.images import bytes_of, is_read
 from shardlm.plan.serving.mix import Mix
+from shardlm.plan.serving.paged_parts import attending_heads
 from shardlm.plan.serving.split_pages import Split
 from shardlm.plan.serving.weights import (
     Held,
@@ -297,7 +298,7 @@ def _stage(
     heads = max(block.attention.num_heads * block.attention.head_dim for block in shape.blocks())
     heads //= rules.mesh.size(*rules.use.axes("heads"))
     position = itemsize * max((_kept_numbers(one, rules) for one in shape.attentions()), default=0)
-    splits = _splits(case, rules)
+    splits, whole = _splits(case, rules), attending_heads(shape, rules, itemsize)
     between = 3 * shape.embed_dim * (1 + (shape.streams.count if shape.streams else 0))
 
     mixtures = [block.mlp for block in shape.blocks() if isinstance(block.mlp, MoeConfig)]
@@ -313,6 +314,8 @@ def _stage(
         how, each = sizes.chunk_programs[kind, size], rows * tokens * itemsize
         more = WHOLE_ARRAYS * heads if "whole" in how else 0
         layer = each * (between + widest + more)
+        if not how and not splits:
+            layer = max(layer, each * between + max((one.of_tokens(rows * tokens) for one in whole), default=0))
         if splits and "whole" not in how:
             layer = max(layer, each * between + max(one.held(rows, tokens, sizes.max_model_len) for one in splits))
         if "parts" in how:
@@ -332,8 +335,8 @@ def _stage(
     gathered = itemsize * keys * sizes.max_model_len  # of a row, whose blocks' keys are averaged anew
     joined = linear.joined_bytes(own, rules, shape.embed_dim, itemsize) if case.weights == "dtype" else 0
     rows, each = sizes.max_rows, 1 + case.engine.drafts
-    layer = rows * (each * itemsize * (between + widest) + gathered)
-    layer += max((one.held(rows, each, sizes.max_model_len) for one in splits), default=0)
+    attending = [one.held(rows, each, sizes.max_model_len) for one in splits or whole]
+    layer = rows * (each * itemsize * between + gathered) + max(rows * each * itemsize * widest, *attending, 0)
     sampler = (SAMPLER_ARRAYS + (each if each > 1 else 0)) * ACTIVATION * rows * V
     decode = (max(layer, sampler) if last else layer) + unpacked(rows * each)
     largest = max(sizes.chunk_programs, key=lambda key: needs(*key))
