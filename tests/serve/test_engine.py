@@ -332,7 +332,7 @@ def test_the_benchmark_offline_and_over_http(served, tmp_path):
     assert json.loads(json.dumps(found))["benchmark"] == "serve" and found["weight_bytes"] == 4 * found["parameters"]
     assert found["num_programs"] == len(served[0].runner._programs) and found["compile_seconds"] > 0
     [alone] = found["offline"]
-    assert alone["batch"] == 1 and 0 < alone["prefill_seconds"] < alone["seconds"]
+    assert alone["batch"] == 1 and min(alone["prefill_seconds"], alone["seconds"]) > 0  # each by a clock of its own
     file, picture = tmp_path / "online.json", tmp_path / "online.png"
     words = ["--rates=inf", "--concurrency=2", "--requests=5", "--prompt_len=9", "--output_len=6", "--shared_prefix=4"]
     words += ["--range_ratio=0.5"]
