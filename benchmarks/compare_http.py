@@ -1,5 +1,6 @@
-"""Compares serving over HTTP, and offline, with llama.cpp on the same float32 weights and threads: processes apart, in
-turns, ratios by concurrency. Both servers are asked the same by `python -m launch.bench serve --url`.
+"""Compares serving over HTTP, and offline, with llama.cpp on the same weights and threads: processes apart, in turns,
+ratios by concurrency. Both servers are asked the same by `python -m launch.bench serve --url`. Weights are float32, or
+a GGUF file of few bits that both open (--numbers).
 
 python benchmarks/peers/llama_gguf.py --output=runs/served
 python benchmarks/compare_http.py --weights=runs/served --llama=llama.cpp/build/bin --rounds=3 --output=FILE.json
@@ -31,19 +32,27 @@ CACHES = {
     "16bit": ([], ["--kv_cache_dtype=bfloat16"]),
 }
 PORTS = {"shardlm": 8461, "llama.cpp": 8462}
+NUMBERS = ("f32", "q8_0", "q4_0")
+
+
+def model_of(side: str, weights: pathlib.Path, numbers: str) -> pathlib.Path:
+    """What a side opens of the folder that peers/llama_gguf.py wrote."""
+    if numbers == "f32":
+        return weights / ("hf" if side == "shardlm" else "model.gguf")
+    return weights / f"model-{numbers}.gguf"
 
 
 @contextlib.contextmanager
-def serving(side: str, weights: pathlib.Path, llama: pathlib.Path, threads: int, cache: str) -> Iterator[str]:
+def serving(side: str, model: pathlib.Path, llama: pathlib.Path, threads: int, cache: str) -> Iterator[str]:
     """The address of a server that has answered; ended afterwards."""
     port, most = PORTS[side], max(CONCURRENCY)
     commands = {
         "shardlm": [
-            *(sys.executable, "-m", "launch.serve", f"--model={weights / 'hf'}", f"--port={port}"),
+            *(sys.executable, "-m", "launch.serve", f"--model={model}", f"--port={port}"),
             *(f"--max_model_len={SLOT}", f"--max_num_seqs={most}"),
         ],
         "llama.cpp": [
-            *(llama / "llama-server", "-m", weights / "model.gguf", "--port", str(port), "-t", str(threads)),
+            *(llama / "llama-server", "-m", model, "--port", str(port), "-t", str(threads)),
             *("-tb", str(threads), "-np", str(most), "-c", str(most * SLOT), "--no-webui", "--log-disable"),
         ],
     }
@@ -99,9 +108,9 @@ def greedy(url: str) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
-def offline_of_llama(weights: pathlib.Path, llama: pathlib.Path, threads: int, cache: str) -> dict[str, float]:
+def offline_of_llama(model: pathlib.Path, llama: pathlib.Path, threads: int, cache: str) -> dict[str, float]:
     """{batch: tokens a second while decoding}, by llama.cpp's own benchmark."""
-    command = [llama / "llama-batched-bench", "-m", weights / "model.gguf", "-t", threads, "-tb", threads]
+    command = [llama / "llama-batched-bench", "-m", model, "-t", threads, "-tb", threads]
     command += ["-c", max(CONCURRENCY) * SLOT, "-npp", PROMPT, "-ntg", NEW, "-npl", ",".join(map(str, CONCURRENCY))]
     words = [*map(str, command), *CACHES[cache][0], "--output-format", "jsonl"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -109,12 +118,12 @@ def offline_of_llama(weights: pathlib.Path, llama: pathlib.Path, threads: int, c
     return {str(row["pl"]): row["speed_tg"] for row in rows}
 
 
-def offline_of_shardlm(cache: str) -> dict[str, float]:
+def offline_of_shardlm(model: pathlib.Path, cache: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "offline.json")
         words = [
             "serve",
-            "--config=configs/bench_768x12.py",
+            f"--model={model}" if model.is_file() else "--config=configs/bench_768x12.py",
             f"--prompt_len={PROMPT}",
             f"--output_len={NEW}",
             "--quiet",
@@ -133,6 +142,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="of each concurrency")
     parser.add_argument("--threads", type=int, default=2, help="cores for each side, its client included")
     parser.add_argument("--cache", choices=list(CACHES), default="own", help="of both; own: as by default")
+    parser.add_argument("--numbers", choices=NUMBERS, default="f32", help="of the weights")
     parser.add_argument("--output", type=pathlib.Path, help="file for the JSON")
     parser.add_argument("--only", choices=["http", "offline"], help="by default both")
     args = parser.parse_args()
@@ -143,14 +153,14 @@ def main() -> None:
         found: dict[str, dict] = {}
         said = {}
         for side in sorted(PORTS, reverse=number % 2 == 0):
-            found[side] = {}
+            found[side], model = {}, model_of(side, weights, args.numbers)
             if args.only != "offline":
-                with serving(side, weights, llama, args.threads, args.cache) as url:
+                with serving(side, model, llama, args.threads, args.cache) as url:
                     said[side] = greedy(url)
                     found[side]["http"] = under_load(url, args.requests)
             if args.only != "http":
-                peer = functools.partial(offline_of_llama, weights, llama, args.threads)
-                decode = (offline_of_shardlm if side == "shardlm" else peer)(args.cache)
+                peer = functools.partial(offline_of_llama, llama=llama, threads=args.threads)
+                decode = (offline_of_shardlm if side == "shardlm" else peer)(model, cache=args.cache)
                 found[side]["offline"] = {n: {"decode_tokens_per_second": rate} for n, rate in decode.items()}
         found["same_greedy_text"] = len(set(said.values())) == 1 if said else None
         rounds.append(found)
@@ -160,6 +170,7 @@ def main() -> None:
         "load_averages": os.getloadavg(),
         "threads": args.threads,
         "cache": args.cache,
+        "numbers": args.numbers,
         "rounds": rounds,
     }
     print(json.dumps(report, indent=2))

@@ -47,8 +47,8 @@ def one_device(matmul, config=WIDE):
 
 def assert_same(got, matmul, config=WIDE):
     expected = one_device(matmul, config)
-    # Float32 sums in another order; of activations in 8 bits that moves some over the middle between two numbers, a step
-    # of 1/127 of a token's largest or 1/16 of its own (measured: loss 8.1e-6, gradients 3e-4 and 5e-4; without them
+    # Float32 sums in another order; of activations in 8 bits that moves some over the middle between two numbers, of
+    # 1/127 of a token's largest or 1/16 of their own (measured: loss 8.1e-6, gradients 3e-4 and 5e-4; without them
     # 1.1e-7, 7.8e-7).
     tolerance = 2e-3 if matmul in ("W8A8", "FP8_DYNAMIC") else 1e-5
     assert got[1] == pytest.approx(expected[1], rel=tolerance)

@@ -1,7 +1,8 @@
 """The Llama of configs/bench_768x12.py with random weights, twice: as a Hugging Face folder for `launch.serve`, and as
-the same float32 numbers in GGUF for llama.cpp. Needs gguf (pip install gguf).
+the same float32 numbers in GGUF for llama.cpp; and files of its kinds of few bits, which both serve. Needs gguf (pip
+install gguf).
 
-python benchmarks/peers/llama_gguf.py --output=runs/served      # runs/served/hf and runs/served/model.gguf
+python benchmarks/peers/llama_gguf.py --output=runs/served      # runs/served/hf, model.gguf, model-q8_0.gguf, ...
 """
 
 import argparse
@@ -25,6 +26,7 @@ from shardlm.tokenizer import train_bpe
 
 ROOT = pathlib.Path(__file__).parents[2]
 LONGEST = 4096
+FILE_TYPES = {"f32": "ALL_F32", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 LAYER = {  # GGUF's names of a layer's tensors
     "attn_norm": "input_layernorm",
@@ -54,7 +56,14 @@ def write_hf(folder: pathlib.Path) -> None:
     tokenizer.save(folder / "tokenizer.json")
 
 
-def write_gguf(folder: pathlib.Path, output: pathlib.Path) -> None:
+def write_gguf(folder: pathlib.Path, output: pathlib.Path, kind: str) -> None:
+    """Matrices in that kind of numbers, norms in float32."""
+    as_type = gguf.GGMLQuantizationType[kind.upper()]
+
+    def add(name: str, a: np.ndarray) -> None:
+        held = gguf.quants.quantize(a, as_type) if a.ndim > 1 and kind != "f32" else a
+        writer.add_tensor(name, held, raw_dtype=as_type if a.ndim > 1 else None)
+
     opened = hf_files.Folder.open(folder)
     config = opened.config
     writer = gguf.GGUFWriter(output, "llama")
@@ -68,17 +77,17 @@ def write_gguf(folder: pathlib.Path, output: pathlib.Path) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for ours, theirs in TOP.items():
-        writer.add_tensor(f"{ours}.weight", opened.tensors[f"{theirs}.weight"].read(...))
+        add(f"{ours}.weight", opened.tensors[f"{theirs}.weight"].read(...))
     for layer in range(config["num_hidden_layers"]):
         for ours, theirs in LAYER.items():
             a = opened.tensors[f"model.layers.{layer}.{theirs}.weight"].read(...)
             if ours in heads:  # llama.cpp rotates neighbours, Hugging Face halves of a head
                 a = a.reshape(heads[ours], 2, -1, a.shape[-1]).swapaxes(1, 2).reshape(a.shape)
-            writer.add_tensor(f"blk.{layer}.{ours}.weight", np.ascontiguousarray(a))
+            add(f"blk.{layer}.{ours}.weight", np.ascontiguousarray(a))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,7 +115,8 @@ def main() -> None:
     home = parser.parse_args().output
     if not (home / "hf").exists():
         write_hf(home / "hf")
-    write_gguf(home / "hf", home / "model.gguf")
+    for kind in FILE_TYPES:
+        write_gguf(home / "hf", home / ("model.gguf" if kind == "f32" else f"model-{kind}.gguf"), kind)
 
 
 if __name__ == "__main__":
