@@ -17,7 +17,8 @@ def make_wide(items) -> None:
     for of in _tests(item for item in items if not item.get_closest_marker("wide")):
         if mark := of[0].get_closest_marker("sampled"):
             (most,) = mark.args
-            kept = {i * len(of) // most for i in range(most)}
+            step = max(1, len(of) // most)
+            kept = {i * len(of) // most + i % step for i in range(most)}  # not one value of a parameter alone
             for i, item in enumerate(of):
                 if i not in kept:
                     item.add_marker("wide")

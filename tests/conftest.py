@@ -141,8 +141,8 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves the cases that --cases asks for, and puts the longest files first; pytest-xdist hands files out in this
-    order (--no-loadscope-reorder)."""
+    """Makes cases of sampled tests wide, leaves those that --cases asks for, and puts the longest files first;
+    pytest-xdist hands files out in this order (--no-loadscope-reorder)."""
     make_wide(items)
     yield  # -m chooses
     if config.option.cases:

@@ -68,14 +68,12 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch):
     assert len(model.config.segments) == LLAMA.num_layers > 1 and len(traced) == 1
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("spec", MESHES, ids=str)
 def test_training_forward_is_prefill_then_decode(spec, config):
     follow(spec, config)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [MAMBA, CONV], ids=lambda small: type(small).__name__)
 def test_layers_of_which_each_device_has_a_head(config):
     """Of Mamba 2, four devices have the same queries and keys. Other meshes are served in

@@ -55,7 +55,6 @@ def one_device(dtype="float32", tied=False, scale=1.0):
     return loss_and_gradients(MeshSpec(), "replicated", TIED if tied else LLAMA, dtype, remat="none", scale=scale)
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("preset,spec", unlike(PRESETS, MESHES), ids=str)
 def test_every_preset_on_every_mesh(preset, spec):
     grads, losses = loss_and_gradients(spec, preset)
@@ -63,7 +62,6 @@ def test_every_preset_on_every_mesh(preset, spec):
     assert relative_error(grads, one_device()[0]) < FP32
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype,scale", [("bfloat16", 1.0), ("float16", 1024.0)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_in_16_bits(preset, dtype, scale):

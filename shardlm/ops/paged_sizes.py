@@ -2,10 +2,10 @@
 the pieces that keys and values are read in, and which turns a block of rows takes."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from shardlm.ops.cudnn_heads import traced_is
 from shardlm.ops.kv_format import numbers_each
@@ -64,7 +64,7 @@ class Sizes:
 
     @property
     def row_blocks(self) -> int:
-        return pl.cdiv(self.rows, self.block_rows)
+        return math.ceil(self.rows / self.block_rows)
 
     @property
     def branches(self) -> bool:
@@ -107,17 +107,17 @@ def sizes_of(
     rows = T * N // kv_heads
     latents = wide and values_inside and dtype.itemsize == 2
     # 64 rows share what 32 read twice. Bytes have no registers left for it.
-    block_rows = min(2 * block if latents and pack == 1 else block, max(16, pl.next_power_of_2(rows)))
+    block_rows = min(2 * block if latents and pack == 1 else block, max(16, 1 << (rows - 1).bit_length()))
     more_keys = latents and block_rows >= 32 and (pack > 1 or (key_dim <= WIDEST and traced_is(*ROOMY)))
     of_value = pieces(value_dim // pack)
     beyond = pieces((key_dim - value_dim) // pack, value_dim // pack)
     block_keys = 2 * block if more_keys else block
-    programs = kv_heads * pl.cdiv(rows, block_rows)
+    programs = kv_heads * math.ceil(rows / block_rows)
     keys = min(SPLIT_KEYS * max(1, programs * B // SHARED), MOST_KEYS)
     least, positions = max(1, keys // block_keys), row_pages * k_pool.shape[1]
-    turns = pl.cdiv(min(positions, seen - 1) if seen else positions, block_keys) + (seen > 0)
+    turns = math.ceil((min(positions, seen - 1) if seen else positions) / block_keys) + (seen > 0)
     # Of more there would be none, of any row: a part has `least` turns.
-    most = min(PART_BYTES // (4 * T * N * value_dim), positions // SPLIT_KEYS, pl.cdiv(turns, least))
+    most = min(PART_BYTES // (4 * T * N * value_dim), positions // SPLIT_KEYS, math.ceil(turns / least))
     return Sizes(
         tokens=T,
         heads=N,
@@ -129,7 +129,7 @@ def sizes_of(
         value_dim=value_dim,
         block_rows=block_rows,
         block_keys=block_keys,
-        splits=max(1, min(pl.cdiv(PROGRAMS, programs * (1 if alone else B)), most)),
+        splits=max(1, min(math.ceil(PROGRAMS / (programs * (1 if alone else B))), most)),
         least=least,
         warps=8 if block_rows * value_dim > 8192 else 4,
         stages=2 if dtype.itemsize > 2 or (block_rows == 16 and not wide and pack == 1) else 3,
@@ -157,5 +157,6 @@ def turns_of(
         return jnp.maximum(position - window + 1, 0) if window else jnp.zeros_like(position)
 
     seen = begin(least) // sizes.block_keys, last // sizes.block_keys + 1
-    whole = pl.cdiv(begin(each.max(axis=2)), sizes.block_keys), (ends.min(axis=2) + 1) // sizes.block_keys
+    behind = begin(each.max(axis=2)) + (sizes.block_keys - 1)
+    whole = jax.lax.div(behind, jnp.int32(sizes.block_keys)), (ends.min(axis=2) + 1) // sizes.block_keys
     return jnp.stack([*seen, last, *whole], axis=2)

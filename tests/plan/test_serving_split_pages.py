@@ -4,7 +4,6 @@ prompts gather of them, and what that takes of memory."""
 import dataclasses
 import types
 
-import jax
 import pytest
 from served_cases import LLAMA, on
 
@@ -12,10 +11,8 @@ from shardlm.errors import ShardlmError
 from shardlm.mesh import MeshSpec
 from shardlm.models.deepseek import DeepseekConfig
 from shardlm.models.transformer_config import Segment, TransformerConfig
-from shardlm.ops.paged_sizes import sizes_of
 from shardlm.plan.serving.memory import serving_memory
 from shardlm.plan.serving.ops import Pass
-from shardlm.plan.serving.paged_parts import PagedHeads
 from shardlm.plan.serving.search import ServingPlan, best_on
 from shardlm.plan.serving.time import Speed
 
@@ -113,16 +110,3 @@ def test_what_pages_are_attended_to_by_is_in_memory(shape, ways, longest, size, 
     case = dataclasses.replace(case, model=dataclasses.replace(case.model, longest=longest))
     [stage] = serving_memory(case).stages
     assert getattr(stage, what) / 2**20 == pytest.approx(compiled, rel=0.09)
-
-
-@pytest.mark.parametrize("rows", [1, 8, 64, 256])
-@pytest.mark.parametrize("each", [1, 3])
-@pytest.mark.parametrize("heads", [(32, 8, 128, 128, False), (16, 1, 576, 512, True), (20, 4, 192, 128, False)])
-@pytest.mark.parametrize("window", [0, 512])
-def test_parts_are_counted_as_the_kernel_has_them(rows, each, heads, window):
-    count, kv_heads, query, result, latents = heads
-    for pages in (16, 512, 8192):
-        pool = jax.ShapeDtypeStruct((9, 16, kv_heads, query), "bfloat16")
-        own = (pool, kv_heads, result, latents, pages, True)
-        sizes = sizes_of((rows, each, count, query), pool.dtype, *own, seen=window if each == 1 else 0)
-        assert PagedHeads(*heads, window, 2).parts(rows, each, 16 * pages) == sizes.splits

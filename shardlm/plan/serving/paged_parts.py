@@ -1,18 +1,17 @@
 """What attention to pages holds beside them while it answers few tokens a row (ops/paged_kernel.py): queries, results
-and the parts that a row's keys are attended to in, which are written and read again. Parts are counted as
-ops/paged_sizes.py has them, which imports Pallas; a test holds both together."""
+and the parts that a row's keys are attended to in (ops/paged_sizes.py), which are written and read again."""
 
 import dataclasses
-import math
+
+import jax
+import jax.numpy as jnp
 
 from shardlm.layers.attention import AttentionConfig
 from shardlm.layers.mla import MlaConfig
 from shardlm.models.transformer_config import TransformerConfig
+from shardlm.ops.paged_sizes import sizes_of
 from shardlm.rules import Rules
 
-PART_BYTES, PROGRAMS = 2**20, 128
-SPLIT_KEYS, SHARED, MOST_KEYS = 64, 32, 1024
-WIDE = 256  # numbers of a head
 Paged = AttentionConfig | MlaConfig
 
 
@@ -58,22 +57,11 @@ class PagedHeads:
         return tokens * self.heads * (self.asked + self.query + self.result) * self.itemsize
 
     def parts(self, rows: int, each: int, positions: int) -> int:
-        wide = max(self.query, self.result) > WIDE
-        block = (32 if wide else 64) * 2 // self.itemsize
-        latents = wide and self.latents and self.itemsize == 2
-        of_head = each * self.heads // self.kv_heads
-        block_rows = min(2 * block if latents else block, max(16, 1 << (of_head - 1).bit_length()))
-        block_keys = 2 * block if latents and block_rows >= 32 else block
-        programs = self.kv_heads * math.ceil(of_head / block_rows)
-        keys = min(SPLIT_KEYS * max(1, programs * rows // SHARED), MOST_KEYS)
-        window = self.window if each == 1 else 0
-        turns = math.ceil((min(positions, window - 1) if window else positions) / block_keys) + (window > 0)
-        most = min(
-            PART_BYTES // (4 * each * self.heads * self.result),
-            positions // SPLIT_KEYS,
-            math.ceil(turns / max(1, keys // block_keys)),
-        )
-        return max(1, min(math.ceil(PROGRAMS / programs), most))
+        """Those that the keys of a row are attended to in."""
+        dtype = jnp.dtype("bfloat16" if self.itemsize == 2 else "float32")
+        pool = jax.ShapeDtypeStruct((1, positions, self.kv_heads, self.query), dtype)  # of one page
+        queries, seen = (rows, each, self.heads, self.query), self.window if each == 1 else 0
+        return sizes_of(queries, dtype, pool, self.kv_heads, self.result, self.latents, 1, True, seen=seen).splits
 
 
 def attending_heads(shape: TransformerConfig, rules: Rules, itemsize: int) -> list[PagedHeads]:
