@@ -138,7 +138,12 @@ def same(outputs: Sequence[RequestOutput], theirs: Sequence[Said], close: float 
         assert list(output.outputs[0].token_ids) == one.reply
 
 
-def held_to_references(name: str, llm: LLM, close: float = 1e-4) -> None:
+# Log-probabilities of a checkpoint that moves more than others: half a unit in the last place of each weight changes
+# what transformers itself says of it by up to 3.3e-4.
+CLOSE = {"glm5_next": 1e-3}
+
+
+def held_to_references(name: str, llm: LLM) -> None:
     """What transformers said by this checkpoint."""
     asks, said = references.asks(name), [Said(**one) for one in references.said(name)]
-    same(asked(llm, asks, len(said[0].reply), scored=True), said, close)
+    same(asked(llm, asks, len(said[0].reply), scored=True), said, CLOSE.get(name, 1e-4))
