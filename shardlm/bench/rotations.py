@@ -8,8 +8,7 @@ from shardlm.bench.kernel import EIGHT_BITS, ROUNDED, Arrays, Kernel, local, nam
 from shardlm.bench.kernel_cases import PAGE, Rotations
 from shardlm.ops import rotate_write
 from shardlm.ops.few_rows import Norm, Sums
-from shardlm.ops.kv_format import SCALE, packed
-from shardlm.ops.paged_attention import numbers_of
+from shardlm.ops.kv_format import SCALE, numbers_of, packed
 from shardlm.ops.rope import Rope, sines
 
 SPLITS, EPS = 2, 1e-6  # the parts of a projection of Llama 3 8B

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from shardlm.ops import paged_attention
 from shardlm.ops.compression import Ends
-from shardlm.ops.kv_format import AXES, SCALE, order_of
+from shardlm.ops.kv_format import AXES, SCALE, numbers_of, order_of
 from shardlm.ops.norm import rms_norm
-from shardlm.ops.paged_attention import PagedAttention, numbers_of
+from shardlm.ops.paged_attention import PagedAttention
 from shardlm.ops.rope import Rope, rope
 from shardlm.ops.token_choice import SCORES_BYTES, block_of, highest, scores
 

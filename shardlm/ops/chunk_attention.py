@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from shardlm.ops import attention_pair, cudnn_attention
 from shardlm.ops.attention_pair import Pair, Side, merge
 from shardlm.ops.blocked_attention import MASKED
-from shardlm.ops.kv_format import order_of
-from shardlm.ops.paged_attention import PagedAttention, numbers_of
+from shardlm.ops.kv_format import numbers_of, order_of
+from shardlm.ops.paged_attention import PagedAttention
 from shardlm.ops.sinks import with_sinks
 
 # Of a block: with fewer positions a merge (84 MB of 2,048 tokens, 17 us) and a wait (10 to 20 us) are more beside the

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from shardlm.ops import paged_attention, paged_choice
 from shardlm.ops.attention import attend
 from shardlm.ops.compression import Compressed, Series, entries
-from shardlm.ops.kv_format import order_of, pool_shape
-from shardlm.ops.paged_attention import PagedAttention, numbers_of
+from shardlm.ops.kv_format import numbers_of, order_of, pool_shape
+from shardlm.ops.paged_attention import PagedAttention
 from shardlm.ops.token_choice import block_of
 
 GATHERED_BYTES = 2**26  # of rows that are gathered for a block of queries, where no kernel reads them

@@ -126,3 +126,10 @@ def unpacked(words: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax
     pairs = jax.lax.bitcast_convert_type(words, jnp.float8_e4m3fn if scale is None else jnp.int8)
     small = pairs.reshape(*words.shape[:-1], 2 * words.shape[-1]).astype(jnp.float32)
     return (small if scale is None else small * scale).astype(dtype)
+
+
+def numbers_of(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Pages [..., K, H], as a pool holds them, in the dtype that is computed in."""
+    if held.dtype == jnp.uint16:
+        return from_bits(held, dtype)
+    return held.astype(dtype) if numbers_each(held) == 1 else unpacked(held, scale, dtype)

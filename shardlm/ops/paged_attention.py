@@ -1,6 +1,7 @@
 """Attention over a paged KV cache: write this step's keys and values into pages, then attend to all of a row's
 pages. The reference gathers all pages; page 0 is scrap, which nothing is written to. Implementations are chosen by
-platform: a block of gathered pages at a time, and a kernel that reads them where they lie (paged_kernel.py)."""
+platform: a block of gathered pages at a time, or of a token's large ones on few cores where they lie (paged_rows.py);
+and a kernel that reads them there (paged_kernel.py)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from shardlm.ops import paged_rows
 from shardlm.ops.attention import MASKED, attend
-from shardlm.ops.kv_format import SCALE, from_bits, numbers_each, order_of, packed, to_bits, unpacked
+from shardlm.ops.kv_format import SCALE, numbers_each, numbers_of, order_of, packed, to_bits
 
 PagedAttention = Literal["blocked", "pallas"]
 
@@ -139,13 +141,6 @@ def _sees(positions: jax.Array, until: jax.Array | None, keys: jax.Array, reach:
     return (distance >= 0 if until is None else keys <= until[:, :, None]) & (distance < reach)
 
 
-def numbers_of(held: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Pages [..., K, H], as a pool holds them, in the dtype that is computed in."""
-    if held.dtype == jnp.uint16:
-        return from_bits(held, dtype)
-    return held.astype(dtype) if numbers_each(held) == 1 else unpacked(held, scale, dtype)
-
-
 def blocked(
     q: jax.Array,
     k_pool: jax.Array,
@@ -185,7 +180,7 @@ def blocked(
     rows = (q, page_table, positions) + (() if chosen is None else (chosen,))
     if until is not None:
         return some(*rows, until=until)
-    if T > 1 or B <= DECODE_ROWS:
+    if T > 1 or B <= DECODE_ROWS or pools.in_place(q, chosen):
         return some(*rows)
 
     def in_groups(a: jax.Array) -> jax.Array:
@@ -232,6 +227,11 @@ class _Pools:
         """Numbers of a value."""
         return self.value_dim if self.v is None else self.v.shape[3] * numbers_each(self.v)
 
+    def in_place(self, q: jax.Array, chosen: jax.Array | None) -> bool:
+        """Whether pages are read where they lie (paged_rows.py) rather than gathered."""
+        cut = self.v is None or self.head is not None or chosen is not None
+        return not cut and paged_rows.suits(q, self.k, self.v)
+
     def block(self, pages: jax.Array, dtype: jnp.dtype, apart: bool) -> tuple[jax.Array, jax.Array]:
         """Keys and values at the positions of pages int32 [B, n], rounded to `dtype`, float32 in the order of
         `letters`."""
@@ -274,9 +274,10 @@ def _blocked(
     """All rows at once."""
     B, T, N, H = q.shape
     page_size, width, K = pools.page_size, page_table.shape[1], pools.num_kv_heads
-    apart = T == 1 and page_size >= APART
+    in_place = pools.in_place(q, chosen) and until is None
+    apart = T == 1 and page_size >= APART and not in_place
     block_size = CHUNK_BLOCK if T > 1 else DECODE_BLOCK if apart else SMALL_PAGES_BLOCK
-    per_block = min(width, max(1, block_size // page_size))
+    per_block = 1 if in_place else min(width, max(1, block_size // page_size))
     size = per_block * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
     if chosen is not None:
@@ -288,14 +289,24 @@ def _blocked(
     over = (4,)  # the dimensions of scores that are summed over
     if apart:
         grouped, b, over = jnp.broadcast_to(grouped[:, None], (B, per_block, *grouped.shape[1:])), "bp", (1, 5)
+    reach = _reach(positions, window, chunk, table.shape[1] * page_size)
+    rows = paged_rows.Rows(pools.k, pools.v, table, positions[:, 0] // page_size, q.dtype) if in_place else None
+
+    def products(i) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+        """Scores of a block's positions, and its values by their weights."""
+        if in_place:
+            summed = lambda weights: rows.summed(i, weights[:, :, :, 0])[:, :, :, None]  # noqa: E731
+            return rows.scores(i, grouped[:, :, :, 0])[:, :, :, None], summed
+        k, v = pools.block(jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1), q.dtype, apart)
+        scores = jnp.einsum(f"{b}kgth,{of_k}->{b}kgts", grouped, k)
+        return scores, lambda weights: jnp.einsum(f"{b}kgts,{of_v}->{b}kgth", weights, v)
 
     def block(i, carry):
         largest, total, out = carry
-        k, v = pools.block(jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1), q.dtype, apart)
-        scores = jnp.einsum(f"{b}kgth,{of_k}->{b}kgts", grouped, k) * scale
+        scores, summed = products(i)
+        scores = scores * scale
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
-        reach = _reach(positions, window, chunk, table.shape[1] * page_size)
         mask = _sees(positions, until, i * size + jnp.arange(size), reach)
         if chosen is not None:
             mask &= jax.lax.dynamic_slice_in_dim(chosen, i * size, size, axis=2)
@@ -305,7 +316,7 @@ def _blocked(
         new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=over))
         weights = jnp.where(mask, jnp.exp(scores - jnp.expand_dims(new, over)), 0)
         keep = jnp.exp(largest - new)
-        update = jnp.einsum(f"{b}kgts,{of_v}->{b}kgth", weights.astype(q.dtype).astype(jnp.float32), v)
+        update = summed(weights.astype(q.dtype).astype(jnp.float32))
         update = update.sum(axis=1) if apart else update
         return new, total * keep + weights.sum(axis=over), out * keep[..., None] + update
 

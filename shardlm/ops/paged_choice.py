@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlm.ops import paged_attention
-from shardlm.ops.kv_format import SCALE, order_of
-from shardlm.ops.paged_attention import PagedAttention, numbers_of
+from shardlm.ops.kv_format import SCALE, numbers_of, order_of
+from shardlm.ops.paged_attention import PagedAttention
 from shardlm.ops.token_choice import Index, block_of, highest, scores
 
 AT_ONCE = 2**24  # scores of a block of queries

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardlm.ops import paged_rows
 from shardlm.ops.attention import attend
 from shardlm.ops.cudnn_heads import traced_for
 from shardlm.ops.kv_format import as_heads, order_of, packed, parts_of_page, unpacked
@@ -93,6 +94,45 @@ def test_implementations_equal_the_reference(shape, name, page):
     found = jax.jit(lambda q, held: IMPLEMENTATIONS[name](q, held["k"], held.get("v"), *rest, 0.3, **options))(q, held)
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, atol=2e-6)  # sums in another order
+
+
+# Of whole pages where they lie: heads, kv heads, width of a head, options.
+IN_PLACE = {
+    "decode": (4, 2, 16, {"sinks": True}),
+    "many rows": (8, 1, 32, {"rows": 11, "window": 200}),
+    "chunks": (3, 3, 16, {"chunk": 60, "softcap": 3.0}),
+}
+
+
+@pytest.mark.parametrize("shape", IN_PLACE)
+def test_pages_that_are_read_where_they_lie_equal_the_reference(shape, monkeypatch):
+    monkeypatch.setattr(paged_rows, "cores", lambda: 2)
+    heads, kv_heads, width, options = IN_PLACE[shape]
+    options = dict(options)
+    ends = ((640, 20, 300, 0) * 3)[: options.pop("rows", 4)]
+    q, k, v, *rest = map(jnp.asarray, inputs(heads, kv_heads, 1, ends, width, LARGE))
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.linspace(-1, 2, heads)
+    expected = jax.jit(lambda *given: reference(*given, *rest, 0.3, **options))(q, k, v)
+    held = laid({"k": k, "v": v}, "blocked").values()
+    assert paged_rows.suits(q, *held)
+    found = jax.jit(lambda *given: blocked(*given, *rest, 0.3, **options))(q, *held)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_which_pages_are_read_where_they_lie(monkeypatch):
+    shapes = lambda heads, *pool, dtype=jnp.float32: (  # noqa: E731
+        jax.ShapeDtypeStruct((2, 1, heads, 16), dtype),
+        jax.ShapeDtypeStruct((9, *pool), dtype),
+        jax.ShapeDtypeStruct((9, pool[0], pool[2], pool[1]), dtype),
+    )
+    monkeypatch.setattr(paged_rows, "cores", lambda: 2)
+    assert paged_rows.suits(*shapes(4, 2, 16, 64)) and paged_rows.suits(*shapes(16, 2, 16, 64, dtype=jnp.uint16))
+    assert not paged_rows.suits(*shapes(18, 2, 16, 64))  # nine queries of a kv head
+    assert not paged_rows.suits(*shapes(4, 2, 24, 64)) and not paged_rows.suits(*shapes(4, 2, 16, 16))
+    assert not paged_rows.suits(*shapes(4, 2, 16, 64, dtype=jnp.int16))  # 8 bits
+    monkeypatch.setattr(paged_rows, "cores", lambda: 5)
+    assert not paged_rows.suits(*shapes(4, 2, 16, 64))
 
 
 @pytest.mark.parametrize("page", [PAGE, LARGE])
@@ -180,12 +220,13 @@ def test_tokens_of_an_image_see_all_of_it():
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 17])
-def test_bits_of_bfloat16_are_bfloat16(length):
+@pytest.mark.parametrize("length, width, page", [(1, 8, PAGE), (3, 8, PAGE), (1, 16, LARGE)])
+def test_bits_of_bfloat16_are_bfloat16(length, width, page, monkeypatch):
     """Written and read: the same numbers, bit for bit, as pools of bfloat16."""
-    q, k, v, table, positions, first = map(jnp.asarray, inputs(4, 2, length, (640, 20, 300, 30)))
+    monkeypatch.setattr(paged_rows, "cores", lambda: 2)
+    q, k, v, table, positions, first = map(jnp.asarray, inputs(4, 2, length, (640, 20, 300, 30), width, page))
     rng = np.random.default_rng(1)
-    new = {name: jnp.asarray(rng.normal(size=(4, length, 2, 8)), jnp.float32) for name in ("k", "v")}
+    new = {name: jnp.asarray(rng.normal(size=(4, length, 2, width)), jnp.float32) for name in ("k", "v")}
     where = (table, positions, jnp.arange(4)[:, None] + jnp.arange(length) < length + 2, first)
 
     def attended(dtype: type, q: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -208,11 +249,15 @@ def test_what_is_chosen():
     assert implementation("blocked") is blocked and implementation("pallas") is pallas
 
 
-@pytest.mark.parametrize("name, length, page", [*((name, 3, PAGE) for name in IMPLEMENTATIONS), ("blocked", 1, LARGE)])
-def test_a_row_does_not_depend_on_the_others(name, length, page):
+@pytest.mark.parametrize(
+    "name, length, page, width, cores",
+    [*((name, 3, PAGE, 8, 2) for name in IMPLEMENTATIONS), ("blocked", 1, LARGE, 16, 2), ("blocked", 1, LARGE, 16, 64)],
+)
+def test_a_row_does_not_depend_on_the_others(name, length, page, width, cores, monkeypatch):
     """Bit for bit: beside longer rows, in another place of the batch, over other pages; the kernel's also in a batch of
     another size, of as few programs that parts have as many keys."""
-    q, k, v, table, positions, first = inputs(4, 2, length, (20, 21, 22, 23), page=page)
+    monkeypatch.setattr(paged_rows, "cores", lambda: cores)
+    q, k, v, table, positions, first = inputs(4, 2, length, (20, 21, 22, 23), width, page)
     k, v = laid({"k": k, "v": v}, name).values()
     run = jax.jit(lambda *a: IMPLEMENTATIONS[name](*a, 0.3))
     alone = run(q, k, v, table, positions, first)

@@ -10,8 +10,7 @@ import pytest
 
 from shardlm.ops import rotate_write
 from shardlm.ops.few_rows import Norm, Sums
-from shardlm.ops.kv_format import packed
-from shardlm.ops.paged_attention import numbers_of
+from shardlm.ops.kv_format import numbers_of, packed
 from shardlm.ops.rope import Rope, sines
 from shardlm.ops.rotate_write import Unrotated
 

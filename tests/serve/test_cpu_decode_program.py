@@ -11,13 +11,14 @@ from shardlm.layers.page_layout import PageLayout
 from shardlm.layers.param import Execution
 from shardlm.mesh import MeshSpec
 from shardlm.models.llama import LlamaConfig
+from shardlm.ops import paged_rows
 from shardlm.serve import programs
 from shardlm.serve.layers import apart
 from shardlm.serve.state import empty_state
 from shardlm.serving_rules import serving_rules
 from shardlm.state import ModelDef, at_rest
 
-PAGES, PAGE, ROWS = 4096, 16, 2
+SLOTS, ROWS = 2**16, 2
 LLAMA = LlamaConfig(
     vocab_size=64,
     embed_dim=40,
@@ -30,25 +31,28 @@ LLAMA = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("tensor, made_first", [(1, True), (2, False)])
-def test_decoding_on_a_cpu_copies_neither_weights_nor_pages(tensor, made_first):
+@pytest.mark.parametrize("tensor, made_first, page", [(1, True, 16), (2, False, 16), (1, True, 64), (2, False, 64)])
+def test_decoding_on_a_cpu_copies_neither_weights_nor_pages(tensor, made_first, page, monkeypatch):
+    monkeypatch.setattr(paged_rows, "cores", lambda: 2)  # which reads pages of 64 where they lie
     spec = MeshSpec(tensor=tensor)
     mesh = spec.build(jax.devices()[:tensor])
     with jax.set_mesh(mesh):
         shape = apart(LLAMA.transformer())
         rules = serving_rules(shape, spec, "dtype")
         model = ModelDef.make(shape, Execution(rules, jnp.float32, kv_cache="bfloat16", made_first=made_first))
-        layout = PageLayout.whole(2, PAGES)
-        state = jax.eval_shape(lambda: empty_state(model, layout, PAGE, ROWS))
+        layout = PageLayout.whole(2, SLOTS // page)
+        state = jax.eval_shape(lambda: empty_state(model, layout, page, ROWS))
         state = jax.tree.map(lambda s: at_rest(s, mesh), state)
         rows = programs.DecodeRows(jax.ShapeDtypeStruct((ROWS, 3 + 8 + 1), jnp.int32))
         decode = functools.partial(programs.decode, model, layout, 8)
         arguments = (model.held_at_rest(mesh), state, rows, jax.ShapeDtypeStruct((), jnp.int32))
         compiled = jax.jit(decode, donate_argnums=1).lower(*arguments).compile()
     assert {pool.dtype for pool in state.pages.values()} == {jnp.dtype("uint16")}
-    pool = LLAMA.num_layers * PAGES * PAGE * LLAMA.num_kv_heads * LLAMA.head_dim * 2 // tensor
+    pool = LLAMA.num_layers * SLOTS * LLAMA.num_kv_heads * LLAMA.head_dim * 2 // tensor
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool > 4 * memory.temp_size_in_bytes
+    gathered = re.findall(r" = u16\[[\d,]+\]\S* gather\(", compiled.as_text())
+    assert bool(gathered) == (page == 16)
     program, heads = compiled.as_text(), LLAMA.num_heads * LLAMA.head_dim // tensor
     sines = set(re.findall(r" = (\S+?)\{\S* sine\(", program))  # of two layers' queries and keys
     if made_first:
