@@ -85,5 +85,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(family, spec):
     found, others = loss_and_gradients(family, spec)
     assert found == pytest.approx(loss, rel=1e-5)
     # Gemma 4's norms of values and of layers' inputs make much of little: up to 1.0e-4, of all weights alike. Kimi
-    # Linear's gradients of decays are a thousandth of others: up to 2.1e-4 (and 8e-5 between chunks and the rule).
-    assert relative_error(others, grads) < (5e-4 if family in ("gemma3n", "gemma4", "kimi_linear") else 1e-4)
+    # Linear's gradients of decays are a thousandth of others: up to 2.1e-4 (and 8e-5 between chunks and the rule). Of
+    # LARA mini half a unit in the last place of each weight moves those of one device by up to 3.2e-4.
+    close = 5e-4 if family in ("gemma3n", "gemma4", "kimi_linear", "lara_mini") else 1e-4
+    assert relative_error(others, grads) < close
