@@ -8,6 +8,8 @@ Intel Xeon (measured, in turns):
 
 - 8 rows at position 60 and 190:    4.1 | 1.4, 7.4 | 3.9
 - 32 rows at position 60 and 190:   17.8 | 9.4, 36.5 | 28.2, of which waiting for memory takes 19
+- 4 layers of 4 heads of keys of 128 with 2, 4, 8 and 16 queries each, 8 rows at 190: 7.1 | 2.8, 6.3 | 3.3, 10.8 | 7.0,
+  13.9 | 13.5 (beside other work); a row alone 0.6 | 0.4, 0.6 | 0.5, 0.8 | 0.9, 1.4 | 1.3
 - whole steps of 768 x 12 layers, at positions 128 to 192, 1, 8 and 32 rows: 62 | 65, 220 | 233, 384 | 420 tokens/s
 
 Not taken: 64 terms (as quick, twice the time to compile), 8 and 4 (a fifth and a third slower at 32 rows); two, four or
