@@ -290,7 +290,7 @@ def _blocked(
     if apart:
         grouped, b, over = jnp.broadcast_to(grouped[:, None], (B, per_block, *grouped.shape[1:])), "bp", (1, 5)
     reach = _reach(positions, window, chunk, table.shape[1] * page_size)
-    rows = paged_rows.Rows(pools.k, pools.v, table, positions[:, 0] // page_size, q.dtype) if in_place else None
+    rows = paged_rows.Rows.of(pools.k, pools.v, table, positions[:, 0] // page_size, q.dtype) if in_place else None
 
     def products(i) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
         """Scores of a block's positions, and its values by their weights."""

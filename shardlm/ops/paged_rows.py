@@ -55,6 +55,7 @@ class Rows:
     k, v       the pools of `suits`
     table      int32 [B, pages]
     last       int32 [B]: the page of each row's last position
+    order      int32 [B]: rows, the longest first
     dtype      that numbers are rounded to
     """
 
@@ -62,7 +63,13 @@ class Rows:
     v: jax.Array
     table: jax.Array
     last: jax.Array
+    order: jax.Array
     dtype: jnp.dtype
+
+    @staticmethod
+    def of(k: jax.Array, v: jax.Array, table: jax.Array, last: jax.Array, dtype: jnp.dtype) -> "Rows":
+        """Put in order once, before a loop over pages."""
+        return Rows(k, v, table, last, jnp.argsort(-last), dtype)
 
     def scores(self, at: jax.Array, q: jax.Array) -> jax.Array:
         """q [B, K, G, H] with keys of each row's page number `at`, float32 [B, K, G, page_size]."""
@@ -75,10 +82,8 @@ class Rows:
         return self._each(at, self.v, weights, jnp.zeros((B, K, page_size // TERMS, G, width), jnp.float32))
 
     def _each(self, at: jax.Array, pool: jax.Array, by: jax.Array, held: jax.Array) -> jax.Array:
-        longest_first = jnp.argsort(-self.last)
-
         def row(i, held):
-            row = longest_first[i]
+            row = self.order[i]
             found = _summed(pool, self.table[row, at], by[row], self.dtype)
             return jax.lax.dynamic_update_slice(held, found[None], (row, 0, 0, 0, 0))
 
