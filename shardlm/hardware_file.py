@@ -9,10 +9,11 @@
 """
 
 import difflib
+import math
 import pathlib
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,16 @@ from shardlm.errors import ShardlmError
 from shardlm.hardware import GPUS, Gpu
 
 PARTS = ("gpus", "clusters")
+NONE_AS_ZERO = ("nvlink_bytes_per_second", "nic_bytes_per_second", "watts")
+"""Figures of which 0 says that there is none."""
+FLOORS = {
+    "bytes_per_second": (1e6, "it is in bytes a second, as 450e9 for 450 GB/s"),
+    "hbm_bytes": (1e8, "it is in bytes, as 85e9 for 85 GB"),
+    "peak.": (1e9, "it is in FLOP/s, as 989e12 for 989 TFLOP/s"),
+    "nvlink_domain": (1, "a GPU reaches itself"),
+    "gpus_per_host": (1, "a host has one at least"),
+}
+"""By a part of a figure's name the least that is taken for one: far below any GPU's, above the same in GB or TFLOP."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ def load_hardware(path: str | pathlib.Path) -> Hardware:
     """What ships with shardlm and what the file adds.
 
     Raises: ShardlmError for a file that is neither TOML nor JSON, for an unknown field (naming the nearest), a wrong
-    type or a missing field, and for a cluster of a GPU that is not known.
+    type or a missing field, for a figure in another unit, and for a cluster of a GPU that is not known.
     """
     path = pathlib.Path(path)
     readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": msgspec.json.decode}
@@ -105,10 +116,29 @@ def _read(cls: type, entry: dict[str, Any], where: str, base_of: Callable[[str],
         raise ShardlmError(f"{where}: {error}") from error
     if "base" in entry and "name" not in given:
         raise ShardlmError(f"{where}: give it a name of its own, besides base={entry['base']!r}")
-    for field, value in vars(item).items():
-        if isinstance(value, int | float) and not value >= 0:
-            raise ShardlmError(f"{where}: {field}={value} must not be negative")
+    for field, value in _figures(item):
+        _check(f"{where}: {field}={value}", field, value)
     return item
+
+
+def _figures(item: Any, inside: str = "") -> Iterator[tuple[str, float]]:
+    """Its numbers by name, those of a group in it (`peak.bf16`) too."""
+    for field, value in vars(item).items():
+        if isinstance(value, int | float):
+            yield inside + field, value
+        elif is_dataclass(value):
+            yield from _figures(value, f"{field}.")
+
+
+def _check(said: str, field: str, value: float) -> None:
+    """Raises ShardlmError for what a plan would divide by, or take for a figure in another unit."""
+    if not 0 <= value < math.inf:
+        raise ShardlmError(f"{said} must not be negative, and must be finite")
+    if not value and field in NONE_AS_ZERO:
+        return
+    least, unit = next((floor for end, floor in FLOORS.items() if end in field), (0, ""))
+    if value < least:
+        raise ShardlmError(f"{said} must be at least {least:g}: {unit}")
 
 
 def _merged(base: Any, given: Any) -> Any:
