@@ -293,6 +293,13 @@ def test_names_are_looked_up():
             until(lambda: routed.service.fleet.taking())
             assert routed.ask("/v1/completions", {"prompt": "a"})[0] == 200
             assert routed.ask("/admin/replicas", {"url": a}, "root", "DELETE")[0] == 409
+        with routing(replica_dns=(f"localhost:{port}",), poll_seconds=500) as routed:
+            until(lambda: routed.service.fleet.taking())
+            where = routed.service.fleet.taking()[0].url
+            assert routed.ask("/v1/completions", {"prompt": "a"})[0] == 200
+            assert metrics_of(routed)["requests_total", where, "200"] == 1
+            routed.service.fleet.remove(where)  # as where the name has it no more, such as a pod's that ended
+            assert not [key for key in metrics_of(routed) if where in key]
 
     async def resolved(monkeypatch, *answers):
         fleet = Fleet(Policy())
