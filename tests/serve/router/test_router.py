@@ -342,7 +342,7 @@ def test_https_on_both_sides(tmp_path):
 
 
 def test_settings_and_addresses_that_make_no_sense():
-    for wrong in ("ftp://a", "http://", "a:80", "http://a:x", "http://a?b", "http://u@a"):
+    for wrong in ("ftp://a", "http://", "a:80", "http://a:x", "http://a?b", "http://u@a", "http://[::1", "http://[a]"):
         with pytest.raises(ShardlmError, match="must be like http://HOST:PORT"):
             address(wrong)
     for words, match in (
