@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from shardlm.serve.api.errors import ApiError
+from shardlm.serve.api.values import MOST_VALUES, too_many
 
 T = TypeVar("T", bound=msgspec.Struct)
 Json = dict[str, Any]
@@ -312,8 +313,12 @@ EXTRAS = tuple(field.name for field in msgspec.structs.fields(Extras) if field.n
 
 
 def parse(body: bytes, model: type[T]) -> tuple[T, int]:
-    """(the request, how many of its fields are not known). Raises ApiError for what is no JSON or has wrong types."""
+    """(the request, how many of its fields are not known). Raises ApiError for what is no JSON, has wrong types,
+    or more values than can be read while others wait."""
     body = body.removeprefix(codecs.BOM_UTF8)  # as files of some editors begin
+    if too_many(body):
+        message = f"the body has more than {MOST_VALUES} objects, lists and fields; send less at once"
+        raise ApiError(message, 413, code="request_too_large")
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

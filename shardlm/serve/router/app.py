@@ -143,7 +143,7 @@ class _Admin:
         if replica.source in self._router.settings.replica_dns:
             message = f"{replica.url} is in {replica.source}, where it would be found again; drain it instead"
             raise ApiError(message, 409, param="url")
-        self._router.metrics.forget(fleet.remove(replica.url).url)
+        fleet.remove(replica.url)
         return self._about(replica)
 
     async def drain(self, request: Request) -> Response:

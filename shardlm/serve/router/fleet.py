@@ -198,10 +198,10 @@ class Fleet:
 
 def address(url: str) -> str:
     """Without a slash or /v1 at its end. Raises ShardlmError for what is no address of a server."""
-    parts = urllib.parse.urlsplit(url)
     try:
+        parts = urllib.parse.urlsplit(url)
         right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
+    except ValueError:  # of half an IPv6 address as well
         right = False
     if not right or parts.query or parts.fragment or parts.username:
         raise ShardlmError(f"the replica {url!r} is no address; it must be like http://HOST:PORT")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 from shardlm.serve.api.metrics import Histogram, head, quoted
 from shardlm.serve.router.fleet import Replica
@@ -29,16 +29,10 @@ class Metrics:
     first: Histogram = dataclasses.field(default_factory=lambda: Histogram(_SECONDS))
     whole: Histogram = dataclasses.field(default_factory=lambda: Histogram(_SECONDS))
 
-    def forget(self, url: str) -> None:
-        """A replica that is gone: names that come and go with every pod would pile up."""
-        for counts in (self.answers, self.retries):
-            for key in [key for key in counts if key[0] == url]:
-                del counts[key]
-        self.broken.pop(url, None)
-
     def text(self, replicas: Iterable[Replica]) -> str:
-        """All of it, as Prometheus reads it."""
+        """All of it, as Prometheus reads it, of replicas that there are."""
         replicas = list(replicas)
+        self._forget({"", *(replica.url for replica in replicas)})
         lines = [*self._counts(), *self._of_replicas(replicas)]
         for name, histogram, meaning in (
             ("first_byte_seconds", self.first, "From a request's arrival to the first byte of its answer."),
@@ -46,6 +40,14 @@ class Metrics:
         ):
             lines += [*head(f"{_PREFIX}_{name}", "histogram", meaning), *histogram.lines(f"{_PREFIX}_{name}", "")]
         return "\n".join(lines) + "\n"
+
+    def _forget(self, here: Set[str]) -> None:
+        """Replicas that are gone, whoever took them out: names that come and go with every pod would pile up."""
+        for counts in (self.answers, self.retries):
+            for key in [key for key in counts if key[0] not in here]:
+                del counts[key]
+        for url in self.broken.keys() - here:
+            del self.broken[url]
 
     def _counts(self) -> Iterator[str]:
         answers = {f'replica="{quoted(u)}",status="{s}"': n for (u, s), n in self.answers.items()}

@@ -1,6 +1,7 @@
 """What of a request's body decides its way: the model, and the beginning of the text that the model will read.
 
-Bodies that make no sense have no beginning; they go to some replica, which says what is wrong with them.
+Bodies that make no sense, or have more values than a server takes, have no beginning; they go to some replica, which
+says what is wrong with them.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from shardlm.serve.api.protocol import is_billing
+from shardlm.serve.api.values import too_many
 
 BLOCK = 256  # characters: some 64 tokens, four pages of a server
 MOST_BLOCKS = 256  # of one prompt; where 64k characters are equal, the rest decides little
@@ -49,6 +51,8 @@ _ENCODE = msgspec.json.Encoder(order="sorted").encode
 
 
 def hints(body: bytes) -> Hints:
+    if too_many(body):
+        return Hints()
     try:
         found = _DECODER.decode(body)
         return Hints(found.model if isinstance(found.model, str) else None, tuple(_blocks(found)))

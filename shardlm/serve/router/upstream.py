@@ -130,7 +130,7 @@ async def ask(
                     response = await client.request(
                         asked.method,
                         yarl.URL(replica.url + asked.target, encoded=True),
-                        headers=[(k.decode("latin-1"), v.decode("latin-1")) for k, v in _kept(asked.headers)],
+                        headers=[(name.decode("latin-1"), _text(value)) for name, value in _kept(asked.headers)],
                         data=asked.body or None,
                         allow_redirects=False,
                     )
@@ -148,6 +148,14 @@ async def ask(
                 response.release()
             else:
                 response.close()
+
+
+def _text(value: bytes) -> str:
+    """Of which aiohttp makes the same bytes again, in UTF-8, as keys are: read as Latin-1 they were no longer known."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _kept(headers: Iterable[Header]) -> list[Header]:
