@@ -175,12 +175,13 @@ def blocked(
     pools = _Pools(k_pool, v_pool, k_scale, v_scale, value_dim, head)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
     options |= {"with_lse": with_lse}
-    some = partial(_blocked, pools=pools, first_page=first_page, **options)
+    in_place = until is None and pools.in_place(q, chosen)
+    some = partial(_blocked, pools=pools, in_place=in_place, first_page=first_page, **options)
     B, T = positions.shape
     rows = (q, page_table, positions) + (() if chosen is None else (chosen,))
     if until is not None:
         return some(*rows, until=until)
-    if T > 1 or B <= DECODE_ROWS or pools.in_place(q, chosen):
+    if T > 1 or B <= DECODE_ROWS or in_place:
         return some(*rows)
 
     def in_groups(a: jax.Array) -> jax.Array:
@@ -255,6 +256,39 @@ class _Pools:
         return held if self.head is None else jnp.take(held, self.head[None], axis=2)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """A block of gathered pages at a time, which stay apart or are put together: `per_block` of table int32 [B, pages],
+    a multiple of that."""
+
+    pools: _Pools
+    table: jax.Array
+    per_block: int
+    apart: bool
+    dtype: jnp.dtype
+
+    @staticmethod
+    def of(pools: _Pools, page_table: jax.Array, first_page: jax.Array, T: int, dtype: jnp.dtype) -> "_Gathered":
+        """For `T` tokens a row; `page_table` counts from `first_page`."""
+        width, apart = page_table.shape[1], T == 1 and pools.page_size >= APART
+        block_size = CHUNK_BLOCK if T > 1 else DECODE_BLOCK if apart else SMALL_PAGES_BLOCK
+        per_block = min(width, max(1, block_size // pools.page_size))
+        table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
+        return _Gathered(pools, table, per_block, apart, dtype)
+
+    def products(self, i: jax.Array, q: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+        """Scores of q [B, K, G, T, H] in block `i`, [B, K, G, T, S] or, of pages apart, [B, pages, K, G, T, S]; and
+        what makes of weights like them the values, [B, K, G, T, H]."""
+        (of_k, of_v), b = self.pools.letters(self.apart), "bp" if self.apart else "b"
+        pages = jax.lax.dynamic_slice_in_dim(self.table, i * self.per_block, self.per_block, axis=1)
+        k, v = self.pools.block(pages, self.dtype, self.apart)
+        if not self.apart:
+            return jnp.einsum(f"bkgth,{of_k}->bkgts", q, k), lambda w: jnp.einsum(f"bkgts,{of_v}->bkgth", w, v)
+        q = jnp.broadcast_to(q[:, None], (q.shape[0], self.per_block, *q.shape[1:]))
+        scores = jnp.einsum(f"{b}kgth,{of_k}->{b}kgts", q, k)
+        return scores, lambda w: jnp.einsum(f"{b}kgts,{of_v}->{b}kgth", w, v).sum(axis=1)
+
+
 def _blocked(
     q: jax.Array,
     page_table: jax.Array,
@@ -263,6 +297,7 @@ def _blocked(
     until: jax.Array | None = None,
     *,
     pools: _Pools,
+    in_place: bool,
     first_page: jax.Array,
     scale: float,
     window: int,
@@ -272,66 +307,61 @@ def _blocked(
     with_lse: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """All rows at once."""
-    B, T, N, H = q.shape
-    page_size, width, K = pools.page_size, page_table.shape[1], pools.num_kv_heads
-    in_place = pools.in_place(q, chosen) and until is None
-    apart = T == 1 and page_size >= APART and not in_place
-    block_size = CHUNK_BLOCK if T > 1 else DECODE_BLOCK if apart else SMALL_PAGES_BLOCK
-    per_block = 1 if in_place else min(width, max(1, block_size // page_size))
-    size = per_block * page_size
-    table = jnp.pad(page_table, ((0, 0), (0, -width % per_block))) + first_page
+    (B, T, N, H), K = q.shape, pools.num_kv_heads
+    if in_place:
+        last = positions[:, 0] // pools.page_size
+        blocks = paged_rows.Rows.of(pools.k, pools.v, page_table + first_page, last, q.dtype)
+    else:
+        blocks = _Gathered.of(pools, page_table, first_page, T, q.dtype)
+    size, every = blocks.per_block * pools.page_size, blocks.table.shape[1] * pools.page_size
     if chosen is not None:
-        chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, table.shape[1] * page_size - chosen.shape[2])))
+        chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, every - chosen.shape[2])))
     # In the order of the scores, or XLA turns their product around; and in float32, which is the same product, exact:
     # XLA:CPU has none of bfloat16 for every order of dimensions.
     grouped = jnp.einsum("btkgh->bkgth", q.reshape(B, T, K, N // K, H)).astype(jnp.float32)
-    (of_k, of_v), b = pools.letters(apart), "b"
-    over = (4,)  # the dimensions of scores that are summed over
-    if apart:
-        grouped, b, over = jnp.broadcast_to(grouped[:, None], (B, per_block, *grouped.shape[1:])), "bp", (1, 5)
-    reach = _reach(positions, window, chunk, table.shape[1] * page_size)
-    rows = paged_rows.Rows.of(pools.k, pools.v, table, positions[:, 0] // page_size, q.dtype) if in_place else None
-
-    def products(i) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-        """Scores of a block's positions, and its values by their weights."""
-        if in_place:
-            summed = lambda weights: rows.summed(i, weights[:, :, :, 0])[:, :, :, None]  # noqa: E731
-            return rows.scores(i, grouped[:, :, :, 0])[:, :, :, None], summed
-        k, v = pools.block(jax.lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1), q.dtype, apart)
-        scores = jnp.einsum(f"{b}kgth,{of_k}->{b}kgts", grouped, k)
-        return scores, lambda weights: jnp.einsum(f"{b}kgts,{of_v}->{b}kgth", weights, v)
+    reach = _reach(positions, window, chunk, every)
 
     def block(i, carry):
-        largest, total, out = carry
-        scores, summed = products(i)
-        scores = scores * scale
-        if softcap:
-            scores = softcap * jnp.tanh(scores / softcap)
+        scores, summed = blocks.products(i, grouped)
         mask = _sees(positions, until, i * size + jnp.arange(size), reach)
         if chosen is not None:
             mask &= jax.lax.dynamic_slice_in_dim(chosen, i * size, size, axis=2)
-        if apart:
-            mask = jnp.einsum("btps->bpts", mask.reshape(B, T, per_block, page_size))
-        mask = mask[..., None, None, :, :]
-        new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=over))
-        weights = jnp.where(mask, jnp.exp(scores - jnp.expand_dims(new, over)), 0)
-        keep = jnp.exp(largest - new)
-        update = summed(weights.astype(q.dtype).astype(jnp.float32))
-        update = update.sum(axis=1) if apart else update
-        return new, total * keep + weights.sum(axis=over), out * keep[..., None] + update
+        if blocks.apart:
+            mask = jnp.einsum("btps->bpts", mask.reshape(B, T, blocks.per_block, -1))
+        return _with_block(carry, _capped(scores * scale, softcap), mask[..., None, None, :, :], summed, q.dtype)
 
-    shape = (B, K, N // K, T)
-    if sinks is None:
-        start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32))
-    else:
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, K, N // K, 1), shape)
-        start = (sink, jnp.ones(shape, jnp.float32))
     least = jnp.min(positions)
     first = jnp.maximum(least - window + 1, 0) // size if window else least // chunk * chunk // size if chunk else 0
     stop = jnp.max(positions if until is None else until) // size + 1
-    start = (*start, jnp.zeros((*shape, pools.width), jnp.float32))
-    largest, total, out = jax.lax.fori_loop(first, stop, block, start)
+    largest, total, out = jax.lax.fori_loop(first, stop, block, _start((B, K, N // K, T), pools.width, sinks))
     out = jnp.einsum("bkgth->btkgh", out / total[..., None]).reshape(B, T, N, pools.width).astype(q.dtype)
     if not with_lse:
         return out
     return out, jnp.einsum("bkgt->btkg", largest + jnp.log(total)).reshape(B, T, N)
+
+
+def _capped(scores: jax.Array, softcap: float) -> jax.Array:
+    return softcap * jnp.tanh(scores / softcap) if softcap else scores
+
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights [B, K, G, T], values [B, K, G, T, H]
+
+
+def _start(shape: tuple[int, ...], width: int, sinks: jax.Array | None) -> Carry:
+    """Before the first block, for rows of this [B, K, G, T] and values of `width`."""
+    out = jnp.zeros((*shape, width), jnp.float32)
+    if sinks is None:
+        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), out
+    sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1), shape)
+    return sink, jnp.ones(shape, jnp.float32), out
+
+
+def _with_block(carry: Carry, scores: jax.Array, mask: jax.Array, summed: Callable, dtype: jnp.dtype) -> Carry:
+    """After a block more, its scores [B, K, G, T, S] or with its pages apart; weights are rounded to `dtype`."""
+    largest, total, out = carry
+    over = (4,) if scores.ndim == 5 else (1, 5)  # the dimensions of scores that are summed over
+    new = jnp.maximum(largest, jnp.where(mask, scores, MASKED).max(axis=over))
+    weights = jnp.where(mask, jnp.exp(scores - jnp.expand_dims(new, over)), 0)
+    keep = jnp.exp(largest - new)
+    update = summed(weights.astype(dtype).astype(jnp.float32))
+    return new, total * keep + weights.sum(axis=over), out * keep[..., None] + update

@@ -20,6 +20,7 @@ other)."""
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -71,15 +72,28 @@ class Rows:
         """Put in order once, before a loop over pages."""
         return Rows(k, v, table, last, jnp.argsort(-last), dtype)
 
-    def scores(self, at: jax.Array, q: jax.Array) -> jax.Array:
-        """q [B, K, G, H] with keys of each row's page number `at`, float32 [B, K, G, page_size]."""
-        B, K, G, H = q.shape
-        return self._each(at, self.k, q, jnp.zeros((B, K, H // TERMS, G, self.k.shape[3]), jnp.float32))
+    @property
+    def per_block(self) -> int:
+        """A block is one page."""
+        return 1
 
-    def summed(self, at: jax.Array, weights: jax.Array) -> jax.Array:
-        """Values by weights [B, K, G, page_size], float32 [B, K, G, H]."""
-        (B, K, G, page_size), width = weights.shape, self.v.shape[3]
-        return self._each(at, self.v, weights, jnp.zeros((B, K, page_size // TERMS, G, width), jnp.float32))
+    @property
+    def apart(self) -> bool:
+        """Scores have no dimension of pages."""
+        return False
+
+    def products(self, at: jax.Array, q: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+        """Scores of q [B, K, G, 1, H] with keys of each row's page number `at`, float32 [B, K, G, 1, page_size]; and
+        what makes of weights like them the values, float32 [B, K, G, 1, H]."""
+        B, K, G, _, H = q.shape
+        page_size, width = self.v.shape[2:]
+
+        def summed(weights: jax.Array) -> jax.Array:
+            held = jnp.zeros((B, K, page_size // TERMS, G, width), jnp.float32)
+            return self._each(at, self.v, weights[:, :, :, 0], held)[:, :, :, None]
+
+        held = jnp.zeros((B, K, H // TERMS, G, page_size), jnp.float32)
+        return self._each(at, self.k, q[:, :, :, 0], held)[:, :, :, None], summed
 
     def _each(self, at: jax.Array, pool: jax.Array, by: jax.Array, held: jax.Array) -> jax.Array:
         def row(i, held):
